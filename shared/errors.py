@@ -21,7 +21,7 @@
     ├── CheckpointError                 a checkpoint is missing, partial, or of another job or model
     ├── ArchiveError                    a segment of an archived ledger is missing or was changed
     ├── ScoringError                    a scorer failed or hung; its trajectory fails, and gets no default score
-    ├── ToolError                       a tool broke or hung; not raised for mistakes in a call
+    ├── ToolError                       a tool broke or hung; not raised for mistakes of the policy in a call
     └── SandboxError                    programs cannot be contained here, or a sandbox failed; nothing runs without one
 
 A message names the error, its place, and a remedy. All exceptions are picklable (plain ``args``).
@@ -134,7 +134,7 @@ class ScoringError(PenstockError):
 
 
 class ToolError(PenstockError):
-    """A tool broke, hung, or cannot be opened; not raised for mistakes in a call."""
+    """A tool broke, hung, or cannot be opened; not raised for mistakes of the policy in a call."""
 
 
 class SandboxError(PenstockError):

@@ -1,4 +1,4 @@
-"""A real NATS server and a bus with all streams, and processes that are ranks, for every test that needs them."""
+"""Fixtures for all tests: a real NATS server, a bus with all streams, and processes that run as ranks."""
 
 from __future__ import annotations
 
@@ -31,31 +31,32 @@ from penstock.shared.transport.server import NatsServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the models of the tests are small
 os.environ.setdefault("PENSTOCK_OPEN_LOOPBACK", "true")  # tests that are about keys set them, or remove this
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of interpreters start: one compiles for all of them
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of interpreters start: the first one compiles for all
     sys.dont_write_bytecode = False
 SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
 EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
 WORKERS, WORKER_BYTES = 3, 2 << 30
-"""Processes that share the whole suite, and memory of one with what it starts. Two cores have room for three: many
-tests wait for processes of their own, few need a core all the time. The long ones do: two of them share two cores."""
+"""Number of pytest processes that share the whole suite, and the memory that one of them needs with the processes that
+it starts. Two cores have room for three pytest processes: many tests wait for other processes, and few need a core all
+the time. The long tests do need one: two pytest processes share two cores for them."""
 STACK_UNTIL, SLOW_UNTIL = 0.5, 0.8
-"""Shares of the files by which those with tests of the shared stack, and the other slow ones, are over."""
+"""Fractions of the files after which all files with tests of the shared stack, and all other slow files, have run."""
 SHARED_STACK = "stack"
 ONLY = re.compile(r"(long|vllm)\b(?!.*\bor\b)")
-"""Expressions of ``-m`` that select none but tests with that mark."""
+"""Expressions of ``-m`` that select only tests with the mark that they name."""
 NURSERY: pytest.StashKey[Any] = pytest.StashKey()
 AFTER_STACK: pytest.StashKey[set[str]] = pytest.StashKey()
 CLOSE_STACK: pytest.StashKey[Callable[[], None]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The whole suite is without its long tests, unless the command line says which tests it wants."""
+    """Leave the long tests out of a run of the whole suite, unless the command line selects tests."""
     if _whole_suite(config) and not config.option.markexpr and not config.option.keyword:
         config.option.markexpr = "not long"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
+    """Run the whole suite in several processes, and named tests in this process, where `-s` and `--pdb` work."""
     if not _whole_suite(config):
         return 0
     workers = WORKERS - 1 if config.option.markexpr.startswith("long") else WORKERS
@@ -64,7 +65,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
-    """Fork the processes that share the whole suite from one nursery, which forks their services and ranks, too."""
+    """Fork the pytest processes that share the whole suite from one nursery, as it does their services and ranks."""
     if _whole_suite(config):
         config.stash[NURSERY] = nursery = module_beside("nursery").Nursery()
         nursery.start()
@@ -74,20 +75,20 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a process that shares the suite where the nursery is."""
+    """Pass the directory of the nursery to a pytest process that runs a part of the suite."""
     if (nursery := node.config.stash.get(NURSERY, None)) is not None:
         node.workerinput["nursery"] = str(nursery.directory)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """End the nursery of all."""
+    """End the nursery that all pytest processes shared."""
     if (nursery := config.stash.get(NURSERY, None)) is not None:
         nursery.close()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect tests without passes over what is there by then: they would find nothing to free."""
+    """Collect tests without garbage collection, which would find nothing to free."""
     gc.disable()
     try:
         return (yield)
@@ -96,9 +97,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without the mark where only tests that have it are wanted: to import all takes half a minute.
+    """Skip files without the mark to which ``-m`` restricts the run, because importing all files takes half a minute.
 
-    No test gets its mark from another file: ``tests/repo/test_continuous_integration.py``.
+    ``tests/repo/test_continuous_integration.py`` checks that no test gets its mark from another file.
     """
     wanted = ONLY.match(config.option.markexpr)
     if wanted is None or not collection_path.match("test_*.py"):
@@ -107,11 +108,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Spread files with slow tests, which mostly wait, among the others, which compute; the last fifth has none.
+    """Spread the files with slow tests, which mostly wait, among those that compute; the last fifth has no slow test.
 
-    Otherwise all workers would first wait and then compute, and in the end wait for the one that has the last file.
-    Those that use the shared stack are in the first half: it is closed then, for it costs CPU time also while it idles.
-    Tests that need a GPU are skipped where there is none.
+    Otherwise all workers would first wait and then compute, and at the end wait for the worker that has the last file.
+    Files with tests of the shared stack come in the first half: the stack is closed after them, since it costs CPU time
+    even while it idles. Tests that need a GPU are skipped on a machine without one.
     """
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not importlib.import_module("torch").cuda.is_available():
@@ -120,20 +121,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     stack = {item.path for item in items if uses_stack(item)}
     slow = {item.path for item in items if item.get_closest_marker("slow")} - stack
     files = dict.fromkeys(item.path for item in items)
-    place: dict[Path, float] = {}
+    position: dict[Path, float] = {}
     for share, some in ((STACK_UNTIL, stack), (SLOW_UNTIL, slow), (1.0, files.keys() - slow - stack)):
         own = [path for path in files if path in some]
-        place |= {path: share * number / len(own) for number, path in enumerate(own)}
-    items.sort(key=lambda item: place[item.path])
+        position |= {path: share * number / len(own) for number, path in enumerate(own)}
+    items.sort(key=lambda item: position[item.path])
 
 
 def uses_stack(item: pytest.Item) -> bool:
-    """A test of the shared stack."""
+    """Return True if ``item`` is a test of the shared stack."""
     return SHARED_STACK in getattr(item, "fixturenames", ())
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Close the shared stack of this process before the first test that comes after all that use it."""
+    """Close the shared stack of this process before the first test that runs after all tests of the stack."""
     stash = item.config.stash
     if (close := stash.get(CLOSE_STACK, None)) is not None and item.nodeid in stash[AFTER_STACK]:
         del stash[CLOSE_STACK]
@@ -141,12 +142,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note which tests come after those of the shared stack; exempt what there is from garbage collection.
+    """Record which tests run after those of the shared stack, and exempt all present objects from garbage collection.
 
-    Passes over all that was imported and collected took a third of the time.
+    Garbage collection of all imported and collected objects took a third of the time.
 
-    A ``CliRunner`` makes its command of an application once, not for each line: it has 77 of them, whose signatures
-    take longer to read than most of them take to run.
+    Let ``CliRunner`` build the command tree of an application once, not for each invocation: the tree has 77 commands,
+    and reading their signatures takes longer than running most of them.
     """
     if (testing := sys.modules.get("typer.testing")) is not None:
         testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
@@ -158,7 +159,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def store_dir(tmp_path: Path) -> Iterator[Path]:
-    """Where servers of this test keep their data: in memory where there is room, for then an fsync costs nothing."""
+    """Directory for the data of this test's servers: in memory where there is room, because an fsync is free there."""
     if not SHM.is_dir() or shutil.disk_usage(SHM).free < SHM_ROOM_BYTES:
         yield tmp_path
         return
@@ -168,7 +169,7 @@ def store_dir(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """``disk(mib)`` is an empty file system of that size; the test is skipped where none can be mounted."""
+    """``disk(mib)`` mounts an empty file system of that size and returns its path; skips the test if mounting fails."""
     mounted: list[Path] = []
 
     def mount(mib: int, folder: Path = tmp_path / "disk") -> Path:
@@ -188,9 +189,9 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
 
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
-    """Directory of a deployment of version 0.1.0, byte for byte as that version left it."""
+    """Data directory of a deployment of version 0.1.0, byte for byte as that version left it."""
     with tarfile.open(Path(__file__).parent / "contract" / "recorded" / "data-0.1.0.tar.xz") as archive:
-        if hasattr(tarfile, "data_filter"):  # Python 3.11.2 has none, and later versions warn without
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.2 has no filters, and later versions warn if none is set
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(tmp_path / "recorded")
     return tmp_path / "recorded"
@@ -198,7 +199,7 @@ def recorded(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def fill() -> Callable[[Path], Path]:
-    """``fill(folder)`` leaves no room on the disk of a folder; returns the file that takes it."""
+    """``fill(folder)`` writes a file that fills the disk of ``folder``, and returns the path of that file."""
 
     def fill(folder: Path) -> Path:
         ballast = folder / "ballast"
@@ -214,7 +215,7 @@ def fill() -> Callable[[Path], Path]:
 
 @pytest.fixture(autouse=True)
 def _wall_clock() -> Iterator[None]:
-    """Bus time is the wall clock until the test measures it."""
+    """Reset bus time to the wall clock before and after each test, so that only a test that measures it changes it."""
     forget_bus_clock()
     yield
     forget_bus_clock()
@@ -222,15 +223,15 @@ def _wall_clock() -> Iterator[None]:
 
 @pytest.fixture
 def nats_server(store_dir: Path) -> Iterator[NatsServer]:
-    """A server of this test alone, so that it may be killed; starts in about 20 ms. Synced, as in production."""
+    """NATS server of this test alone, which it may kill. Syncs each write, as in production; starts in about 20 ms."""
     with NatsServer(store_dir / "nats") as server:
         yield server
-        server.kill()  # an orderly end would take longer than the start, and nobody reads its store any more
+        server.kill()  # a clean shutdown would take longer than the start, and nobody reads the store any more
 
 
 @pytest.fixture
 async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
-    """A connected bus; all streams and buckets exist."""
+    """A connected bus on which all streams and buckets exist."""
     async with await Bus.connect(nats_server.url, name="test") as connected:
         await connected.ensure_streams(experience_bytes=EXPERIENCE_BYTES, stream_bytes=STREAM_BYTES)
         yield connected
@@ -238,7 +239,7 @@ async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
 
 @pytest.fixture(scope="session")
 def nursery(pytestconfig: pytest.Config) -> Iterator[Any]:
-    """A ``Nursery``: forks services and ranks that need not import torch any more."""
+    """A ``Nursery``, which forks services and ranks with torch already imported."""
     shared = getattr(pytestconfig, "workerinput", {}).get("nursery", "")
     found = module_beside("nursery").Nursery(shared)
     yield found
@@ -247,13 +248,13 @@ def nursery(pytestconfig: pytest.Config) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def close_stack(pytestconfig: pytest.Config) -> Callable[[Callable[[], None]], None]:
-    """``close_stack(close)``: have the shared stack closed as soon as no test of this process needs it any more."""
+    """``close_stack(close)`` has ``close`` called as soon as no later test of this process needs the shared stack."""
     return lambda close: pytestconfig.stash.__setitem__(CLOSE_STACK, close)
 
 
 @pytest.fixture(scope="session")
 def ranks(nursery: Any) -> Iterator[Any]:
-    """A ``RankPool``: ``ranks.run(2, function, *args)`` calls ``function(world, *args)`` on two gloo ranks."""
+    """A ``RankPool``: for example, ``ranks.run(2, f, *args)`` calls ``f(world, *args)`` on two gloo ranks."""
     pool = module_beside("rank_pool").RankPool(nursery)
     yield pool
     pool.close()
@@ -261,22 +262,22 @@ def ranks(nursery: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def chain() -> ModuleType:
-    """``save_chain`` and ``running_stack`` of ``tests/contract/serving``: a policy whose words have one successor."""
+    """Module with ``save_chain`` and ``running_stack``, for a policy in which each word has exactly one successor."""
     return module_beside("contract/serving/conftest")
 
 
 @pytest.fixture(scope="session")
 def python_of() -> Callable[[str], Path]:
-    """The interpreter of a client; without one the test is skipped, or fails if PENSTOCK_REQUIRE_CLIENTS names it."""
+    """``python_of(client)``: its interpreter, or a skip, or a failure if PENSTOCK_REQUIRE_CLIENTS names it."""
     venvs = module_beside("clients/venvs")
 
     def find(name: str) -> Path:
         python: Path | None = venvs.python_of(name)
         if python is None:
-            told = f"{name} has no environment; make clients-venvs CLIENTS={name}"
+            message = f"{name} has no environment; make clients-venvs CLIENTS={name}"
             if name in os.environ.get("PENSTOCK_REQUIRE_CLIENTS", "").split():
-                pytest.fail(told)
-            pytest.skip(told)
+                pytest.fail(message)
+            pytest.skip(message)
         return python
 
     return find
@@ -284,7 +285,7 @@ def python_of() -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def python_with() -> Callable[[str], Path]:
-    """The interpreter of an engine; without one the test is skipped, or fails if PENSTOCK_REQUIRE_ENGINES names it."""
+    """``python_with(engine)``: its interpreter, or a skip, or a failure if PENSTOCK_REQUIRE_ENGINES names it."""
 
     def find(name: str) -> Path:
         try:
@@ -302,7 +303,7 @@ def _whole_suite(config: pytest.Config) -> bool:
 
 
 def module_beside(name: str) -> ModuleType:
-    """The file of that name in or below this folder."""
+    """Import ``name``.py, a path relative to this folder, and return the module."""
     spec = importlib.util.spec_from_file_location(name.replace("/", "_"), Path(__file__).parent / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -313,7 +314,7 @@ def module_beside(name: str) -> ModuleType:
 
 @pytest.fixture
 def certificates(tmp_path: Path) -> dict[str, Path]:
-    """An authority, and certificates of a server and a client that it signed, for 127.0.0.1; and another authority."""
+    """PEM files by name: a CA, server and client certificates that it signed for 127.0.0.1, and another CA."""
 
     def openssl(*words: str) -> None:
         subprocess.run(["openssl", *words], cwd=tmp_path, check=True, capture_output=True)

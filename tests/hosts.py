@@ -1,6 +1,7 @@
-"""Several hosts on one machine: network namespaces joined by a bridge in a namespace of its own. Needs root and ``ip``.
+"""Several hosts on one machine: network namespaces, joined by a bridge in another namespace. Needs root and ``ip``.
 
-The namespaces share the file system, /dev/shm and process ids: what makes them hosts is their network and host id.
+The namespaces share the file system, /dev/shm and process ids. They count as hosts because each has its own network and
+host id.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ __all__ = ["Hosts", "can_make_hosts"]
 
 
 def can_make_hosts() -> bool:
-    """True if this process may make network namespaces."""
+    """Return True if this process may create network namespaces."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return False
     name = f"try-{secrets.token_hex(3)}"
-    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
-    if made:
+    created = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
+    if created:
         subprocess.run(["ip", "netns", "del", name], check=True)
-    return made
+    return created
 
 
 def _ip(words: str) -> None:
@@ -31,7 +32,7 @@ def _ip(words: str) -> None:
 
 
 class Hosts:
-    """Hosts 1 to ``num`` with the addresses ``address(k)``."""
+    """``num`` hosts, numbered from 1; host ``k`` has the address ``address(k)``."""
 
     def __init__(self, num: int) -> None:
         self._net = f"ps{secrets.token_hex(3)}"
@@ -51,20 +52,20 @@ class Hosts:
             _ip(f"-n {space} link set eth0 up")
 
     def address(self, host: int) -> str:
-        """IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return f"10.98.0.{host}"
 
     def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        """Run a command on a host."""
+        """Start a command on a host and return its process."""
         return subprocess.Popen(["ip", "netns", "exec", self._space(host), *command], text=True, **options)
 
     def slow(self, host: int, rate: str) -> None:
-        """Bound what a host sends, like 200mbit."""
+        """Limit the rate at which a host sends; ``rate`` is, for example, ``200mbit``."""
         rule = f"qdisc replace dev eth0 root tbf rate {rate} burst 256kb latency 50ms"
         subprocess.run(["ip", "netns", "exec", self._space(host), "tc", *rule.split()], check=True)
 
     def cut(self, host: int) -> None:
-        """Swallow all packets from and to a host; nobody is told."""
+        """Drop all packets from and to a host, without an error on either side."""
         _ip(f"-n {self._switch} link set p{host} nomaster")
 
     def heal(self, host: int) -> None:
@@ -72,13 +73,13 @@ class Hosts:
         _ip(f"-n {self._switch} link set p{host} master br0")
 
     def received_bytes(self, host: int) -> int:
-        """Bytes that came to a host over its network so far."""
+        """Return how many bytes a host has received over its network so far."""
         command = ["ip", "netns", "exec", self._space(host), "cat", "/proc/net/dev"]
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
         return int(next(line.split()[1] for line in lines if line.strip().startswith("eth0:")))
 
     def close(self) -> None:
-        """Remove the namespaces; processes in them go on without a network."""
+        """Remove the namespaces. Processes in them continue without a network."""
         for host in range(1, self._num + 1):
             _ip(f"netns del {self._space(host)}")
         _ip(f"netns del {self._switch}")

@@ -1,4 +1,4 @@
-"""Records the decisions of a live supply, and what tests say was decided, as the runner of a job does."""
+"""Recorder of the decisions of a live supply, and of decisions that tests name, as the runner of a job records them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["Recorder", "decided_events", "record_decided"]
 
 
 class Recorder:
-    """The ledger of a job whose only decisions are those of its live supply."""
+    """Writer of the ledger of a job whose only decisions are those of its live supply."""
 
     def __init__(self, bus: Bus, supply: LiveSupply) -> None:
         self._journal, self._supply, self.state = Journal(bus, supply.job), supply, LedgerState()
 
     async def lead(self, *, read_from: tuple[int, int] | None = None) -> None:
-        """Fold the ledger, begin it if it is empty, and have the supply recover, from these marks if they are given."""
+        """Fold the ledger, append ``JobStarted`` if it is empty, and recover the supply, from ``read_from`` if set."""
         self.state = await self._journal.load()
         self.state.read_from = read_from or self.state.read_from
         if not self.state.started:
@@ -32,7 +32,7 @@ class Recorder:
         await self._supply.recover(self.state)
 
     async def record(self) -> None:
-        """Append what facts decided, and publish it."""
+        """Append the decisions that follow from the received items to the ledger, and publish their statuses."""
         await self._supply.flush()
         for event in self._supply.decided(self.state, ends=False):
             seq = await self._append([event])

@@ -1,6 +1,6 @@
-"""The snippets of the manual: what a reader can do there, found and named; the reason for each that no test runs.
+"""Find the snippets of the manual that a reader can run, name them, and give the reason for each that no test runs.
 
-``tests/repo/test_snippets.py`` reads all of them; ``tests/e2e/test_manual.py`` does them on a deployment.
+``tests/repo/test_snippets.py`` checks all of them; ``tests/e2e/test_manual.py`` runs them on a deployment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from penstock.shared.config.jobs.amendable import with_patch
 
 ROOT = Path(__file__).resolve().parents[1]
 LAST = ("docs/api.md", "docs/cli.md")
-"""Pages that change the number of workers, and what others read."""
+"""Pages that run last: they change the number of workers, and state that other pages read."""
 FILES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
 PAGES = sorted((str(path.relative_to(ROOT)) for path in FILES), key=lambda page: (page in LAST, page))
-"""Pages of the manual; decisions (``docs/adr``) tell of one moment, and nobody does what they say."""
+"""Pages of the manual. Decision records (``docs/adr``) are left out: they describe one moment, and nobody runs them."""
 
 MODEL = {"path": "/models/policy"}
 PROMPTS = {
@@ -50,7 +50,7 @@ BASES: dict[str, dict[str, Any]] = {
         "train": {"batch_size": 64, "max_updates": 9},
     },
 }  # fmt: skip
-"""A valid job of each kind, for fences that show a section of one."""
+"""A valid job of each kind, to complete fences that show only one section of a job."""
 
 GIGABYTES = "downloads gigabytes"
 DOCKER = "needs Docker"
@@ -102,7 +102,7 @@ NOT_RUN = {
         "run by tests/contract/test_web_scorers.py"
     ),
 }
-"""First line of each snippet that no page runs in ``tests/e2e/test_manual.py``, and the reason."""
+"""First line of each snippet that ``tests/e2e/test_manual.py`` does not run, with the reason."""
 NOT_RUN_LIKE = {
     r".*\bdocker .*": DOCKER,
     r"pip install .*": GIGABYTES,
@@ -121,9 +121,9 @@ NOT_RUN_LIKE = {
     r"(\w+=\S+ )*pytest .*": "run by tests/repo/test_how_to.py",
     r"--- .*": "run by tests/repo/test_how_to.py",
 }
-"""The same for all snippets whose first line is like a pattern."""
+"""Reasons for snippets whose first line matches a pattern."""
 RUN_WHOLE = {"docs/how-to/own-model.md": "run by tests/e2e/test_own_model.py"}
-"""Pages whose fences another test does from the first to the last."""
+"""Pages whose fences another test runs from the first to the last, with the name of that test."""
 
 GRADE = """penstock grade grader.yaml --sample 3 --item '{"answer": "3"}'"""
 PICTURES = "penstock submit examples/gym-pendulum-images-ppo.yaml"
@@ -148,15 +148,15 @@ FILLED = {
         "penstock metrics JOB success/rate eval/success --json"
     ),
 }
-"""Usage lines that leave out an option, as a reader would write them; and the origin of numbers in ``results.md``.
+"""Complete commands for usage lines that leave out an option, and cheaper ones for commands in ``results.md``.
 
-Policies are trained on pictures by ``tests/e2e/test_embodied.py``, and in MetaWorld by the reader of ``embodied.md``.
+``tests/e2e/test_embodied.py`` trains policies on images; the reader of ``embodied.md`` trains them in MetaWorld.
 """
 LANGUAGES = {
     "python": "python", "bash": "command", "console": "command", "yaml": "yaml", "diff": "diff",
     "json": None, "text": None, "": None,
 }  # fmt: skip
-"""Languages of fences, and the kind of what they hold; bodies of requests, output and diagrams cannot be done."""
+"""Kind of the snippets in each language of fences; None for bodies of requests, output and diagrams."""
 PROGRAMS = "penstock|curl|make|pip|docker|python3?|pytest|sh|torchrun|nats|jq|git|kubectl|helm"
 PARTS = re.compile(r"^```([^\n]*)\n(.*?)^```$|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(rf"(\w+=(\$\([^)]*\)|\S+) )*({PROGRAMS}) |[A-Z_]+=\$\(")
@@ -165,10 +165,10 @@ UNLABELLED = re.compile(r"^(\$ )?(\w+=\S+ )*(penstock|curl|make|pip|docker) ", r
 
 
 class Snippet(NamedTuple):
-    """Something that a reader can do.
+    """One thing in the manual that a reader can run.
 
     ``kind`` is python, command, mention (a command that leaves out its arguments), job (a whole job file), section
-    (of one), diff or call; ``title`` the file that a fence is; ``inline``: it stands in a sentence.
+    (of a job file), diff or call. ``title`` is the file that a fence shows. ``inline`` marks a snippet in a sentence.
     """
 
     page: str
@@ -179,7 +179,7 @@ class Snippet(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its first line; of a command without blanks and a comment that say nothing; a whole section in one line."""
+        """Return the first line, of a command without extra blanks and comment; return a section whole, in one line."""
         if self.kind == "section":
             return " ".join(self.text.split())
         first = self.text.splitlines()[0]
@@ -187,7 +187,7 @@ class Snippet(NamedTuple):
 
     @property
     def not_run(self) -> str:
-        """The reason why ``tests/e2e/test_manual.py`` does not run it, or ''."""
+        """Return the reason why ``tests/e2e/test_manual.py`` does not run this snippet, or ''."""
         if not self.inline and self.page in RUN_WHOLE:
             return RUN_WHOLE[self.page]
         like = (reason for pattern, reason in NOT_RUN_LIKE.items() if re.fullmatch(pattern, self.name))
@@ -200,7 +200,7 @@ def text_of(page: str) -> str:
 
 @functools.cache
 def snippets(page: str) -> tuple[Snippet, ...]:
-    """Everything on a page that can be done, in order."""
+    """Return all snippets of a page, in order."""
     return tuple(_snippets(page))
 
 
@@ -236,12 +236,12 @@ def to_run(page: str) -> list[Snippet]:
 
 @functools.cache
 def group() -> Any:
-    """The command line: typer reads all signatures for it."""
+    """Return the command group of ``penstock``; cached, because typer reads all signatures for it."""
     return get_group(app)
 
 
 def parsed(words: list[str]) -> None:
-    """Read a command line as ``penstock`` does, and do nothing. Raises TyperException."""
+    """Parse a command line as ``penstock`` does, without running it. Raises TyperException or AssertionError."""
     command: Any = group()
     while isinstance(command, TyperGroup):
         assert words[:1] != [], "names no command"
@@ -251,7 +251,7 @@ def parsed(words: list[str]) -> None:
 
 
 def is_mention(text: str) -> bool:
-    """A sentence names a command without all that it needs: an argument, a verb, one of several verbs (``a|b``)."""
+    """Return True if a command is only mentioned: it lacks an argument or a verb, or offers several verbs (``a|b``)."""
     program, *words = shlex.split(text, comments=True)
     if program != "penstock":
         return (len(words) < 2 and program not in ("make", "sh")) or "|" in "".join(words)
@@ -270,12 +270,12 @@ def is_mention(text: str) -> bool:
 
 
 def whole_job(text: str) -> dict[str, Any]:
-    """The job of a fence: itself, or a valid one of its kind with the sections that it shows."""
+    """Return the job that a fence shows, or a valid job of its kind with the sections that the fence shows."""
     text = text.replace("{ ... }", "{type: object, properties: {item: {type: string}}, required: [item]}").replace(
         "[…]", "[...]"
     )
     data: dict[str, Any] = yaml.safe_load(text)
-    if "observations" in data:  # a section of a section
+    if "observations" in data:  # it is below `environment`
         data = {"environment": {"tools": [{"type": "calculator"}], **data}}
     if "name" in data:
         return data
@@ -284,7 +284,7 @@ def whole_job(text: str) -> dict[str, Any]:
 
 
 def kind_of(shown: dict[str, Any]) -> str:
-    """The kind of job that a fence is about."""
+    """Return the kind of job to which the sections in ``shown`` belong."""
     if "kind" in shown:
         return str(shown["kind"])
     environment = shown.get("environment", {})

@@ -1,4 +1,4 @@
-"""Run the listed mutants: change one line in a copy of the tree, run the tests that must notice, report who survived.
+"""Run the listed mutants: change one line in a copy of the tree, run the tests that must fail, and report survivors.
 
     python tests/mutants.py [--only TEXT] [--jobs 2] [--share 0.95]
 
@@ -31,14 +31,14 @@ __all__ = ["LIST", "ROOT", "Mutant", "read_mutants"]
 ROOT = Path(__file__).resolve().parents[1]
 LIST = Path(__file__).with_name("mutants.yaml")
 LONGEST_S = 600.0
-"""A mutant that makes its tests hang is killed, too."""
+"""Time limit of one test run; a mutant whose tests exceed it counts as killed."""
 PASSED, FAILED = 0, 1
-"""Exit statuses of pytest; others mean that it could not run."""
+"""Exit statuses of pytest; every other status means that the tests could not run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change, and the tests that must fail on it."""
+    """One change of the code, and the tests that must fail with it."""
 
     number: int
     file: str
@@ -52,7 +52,7 @@ class Mutant:
 
 
 def read_mutants(path: Path = LIST) -> list[Mutant]:
-    """All of them, in the order of the file."""
+    """Return all mutants of ``path``, in the order of the file."""
     listed = yaml.safe_load(path.read_text())
     return [
         Mutant(
@@ -65,10 +65,10 @@ def read_mutants(path: Path = LIST) -> list[Mutant]:
 
 @contextmanager
 def copies(number: int) -> Iterator[Queue[Path]]:
-    """So many copies of what git would commit, to be changed one mutant at a time."""
+    """Yield a queue of ``number`` copies of all files that git would commit; each serves one mutant at a time."""
     listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    told = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True)
-    names = [name for name in told.stdout.decode().split("\0") if name]
+    listed_files = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True)
+    names = [name for name in listed_files.stdout.decode().split("\0") if name]
     with tempfile.TemporaryDirectory(prefix="penstock-mutants-") as directory:
         free: Queue[Path] = Queue()
         for index in range(number):
@@ -83,9 +83,9 @@ def copies(number: int) -> Iterator[Queue[Path]]:
 
 
 def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
-    """Exit status and output of the tests in a copy; None: they hung."""
+    """Run the tests in a copy; return pytest's exit status, or None after the time limit, and the output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}  # before the tree that is installed
+    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}  # takes precedence over the installed tree
     process = subprocess.Popen(
         leashed(command), cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
@@ -100,7 +100,7 @@ def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[int | None, str]:
 
 
 def killed_by(mutant: Mutant, free: Queue[Path]) -> str:
-    """The test that fails first, '' if all pass. Raises RuntimeError where they could not run."""
+    """Return the first test that fails with a mutant, or '' if all pass. Raises RuntimeError if they could not run."""
     copy = free.get()
     try:
         file = copy / mutant.file
@@ -125,7 +125,7 @@ def _end_of(output: str) -> str:
 
 
 def check_unchanged(free: Queue[Path], tests: tuple[str, ...]) -> None:
-    """The tests pass where nothing is changed, or their failing would say nothing. Raises RuntimeError."""
+    """Check that the tests pass in an unchanged copy, since their failure would prove nothing. Raises RuntimeError."""
     copy = free.get()
     try:
         status, output = run_tests(copy, tests)
@@ -136,7 +136,7 @@ def check_unchanged(free: Queue[Path], tests: tuple[str, ...]) -> None:
 
 
 def main() -> int:
-    """Run those that are asked for."""
+    """Run the mutants that the command line selects; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants with this text in their file or description")
     parser.add_argument("--jobs", type=int, default=2)

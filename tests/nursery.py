@@ -1,11 +1,12 @@
-"""Processes that need not import anything any more.
+"""Processes that start with their imports already done.
 
-``python nursery.py <socket>`` imports what the services and the ranks of a trainer need, which takes seconds, and forks
-a program each time it is sent an order. What it forks runs as a program of its own: it has an environment, a session, a
-log and an end of its own, and can be stopped and killed like any other process. It ends with the nursery at the latest.
+``python nursery.py <socket>`` imports the modules that services and ranks of a trainer need, which takes seconds, and
+forks a program for each order that it receives. A forked program runs like any other process: it has its own
+environment, session, log and exit code, and can be stopped and killed. It ends with the nursery at the latest.
 
-The interpreter that a forked trainer starts for a replay is ``nursery_python.py``, which has that forked here, too. So
-are the processes that share the whole suite: one nursery serves all of them (``conftest.py``).
+The interpreter with which a forked trainer starts a replay is ``nursery_python.py``, which has the nursery fork the
+replay. Pytest processes that share the whole suite are forked here, too: one nursery serves all of them
+(``conftest.py``).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ IMPORTED = (
     "penstock.services.trainer.backends.fsdp.backend",
     "penstock.services.trainer.backends.megatron.backend",
     "penstock.services.trainer.optimizer",
-    "torch._dynamo",  # every optimizer imports it when it is first used
+    "torch._dynamo",  # every optimizer imports it at its first use
     "transformers.models.auto.modeling_auto",
 )
 ORDER_BYTES, WORD_BYTES = 128 << 10, 16
@@ -53,7 +54,7 @@ INTERPRETER = Path(__file__).with_name("nursery_python.py")
 
 
 class Nursery:
-    """Started with the first program, unless another process started it: then ``directory`` is that nursery's."""
+    """Client of a nursery: of the one in ``directory`` if given, or else of its own, started with the first program."""
 
     def __init__(self, directory: str = "") -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,23 +64,23 @@ class Nursery:
 
     @property
     def interpreter(self) -> Path:
-        """A program that stands for ``python``: it forks here what ``nursery_python.py`` names."""
+        """Return the path of a program to use as ``python``: a shell script that runs ``nursery_python.py``."""
         return self.directory / "python"
 
     def launch(self, module: str, environment: Mapping[str, str], log: IO[bytes]) -> Forked:
-        """Run a module as the services are run: a ``penstock.local.launch.Launch``."""
+        """Run a service's module in a forked process; for use as ``penstock.local.launch.Launch``."""
         return self.run(module, environment=environment, output=log.fileno())
 
     def run(
         self, program: str, *arguments: str, environment: Mapping[str, str], output: int = 2,
         channel: socket.socket | None = None,
     ) -> Forked:  # fmt: skip
-        """Fork a process that runs a module, or a file where the name ends in ``.py``.
+        """Fork a process that runs a module, or a file if ``program`` ends in ``.py``.
 
         Args:
-            environment: all variables.
-            output: descriptor of its standard output and error.
-            channel: for the program; the number of its descriptor comes before the other arguments.
+            environment: all environment variables of the process.
+            output: descriptor for standard output and standard error.
+            channel: socket for the program, which gets the number of its descriptor as the first argument.
         """
         order = {
             "program": program, "arguments": arguments, "environment": dict(environment), "directory": str(Path.cwd()),
@@ -97,7 +98,7 @@ class Nursery:
         return Forked(ours)
 
     def close(self) -> None:
-        """End it, and with it what it forked, unless it is another's."""
+        """End this client's own nursery with all processes that it forked; leave another process's nursery running."""
         if self._process is not None:
             self._orders.close()
             self._process.kill()
@@ -107,11 +108,11 @@ class Nursery:
             self._own.cleanup()
 
     def start(self) -> None:
-        """Start it, once: a connection to its socket is taken from now on, and answered when its imports are done."""
+        """Start the nursery, once. Its socket accepts connections from now on, and answers after the imports."""
         if self._process is not None:
             return
         make_interpreter(self.directory)
-        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the other check breaks CUDA in a fork
+        environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the default check breaks CUDA in a fork
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self.directory / SOCKET))
@@ -124,26 +125,26 @@ class Nursery:
 
 
 class Forked:
-    """A process that was forked; used like a ``subprocess.Popen``."""
+    """A forked process, with the methods of ``subprocess.Popen``."""
 
     def __init__(self, news: socket.socket) -> None:
-        """Waits for the nursery, which says the process id first and how it ended last."""
+        """Wait for the process id, the first message on ``news``; the last one is the exit code."""
         self._news, self._looking = news, threading.Lock()
         self._code: int | None = None
         self.pid = int(news.recv(WORD_BYTES) or 0)
         assert self.pid, "the nursery ended"
 
     def poll(self) -> int | None:
-        """How it ended, negative for a signal; None while it lives."""
+        """Return the exit code, negative for a signal, or None while the process runs."""
         with self._looking, contextlib.suppress(BlockingIOError):
             if self._code is None:
                 word = self._news.recv(WORD_BYTES, socket.MSG_DONTWAIT)
-                self._code = int(word or -signal.SIGKILL)  # it does not outlive the nursery
+                self._code = int(word or -signal.SIGKILL)  # the process ended with the nursery
                 self._news.close()
         return self._code
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended. Raises subprocess.TimeoutExpired."""
+        """Wait for the end, and return the exit code. Raises subprocess.TimeoutExpired."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -152,11 +153,11 @@ class Forked:
         return code
 
     def terminate(self) -> None:
-        """SIGTERM, unless it ended."""
+        """Send SIGTERM, unless the process has ended."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL, unless it ended."""
+        """Send SIGKILL, unless the process has ended."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:
@@ -166,9 +167,11 @@ class Forked:
 
 
 def serve(orders: socket.socket, listener: socket.socket) -> dict[str, Any] | None:
-    """Fork for each order; returns the order in the process that has to carry it out, None once nobody gives any.
+    """Fork a process for each order.
 
-    Who gives one by a connection of its own is told on that, and what was forked ends when the connection does.
+    Returns the order in the forked process, which has to carry it out, and None in the nursery when no client is left.
+    A client that connects to ``listener`` gets the process id and exit code over that connection; the forked process is
+    killed when the connection closes.
     """
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -199,7 +202,7 @@ def serve(orders: socket.socket, listener: socket.socket) -> dict[str, Any] | No
             die_with(parent)
             return {**json.loads(data), "descriptors": descriptors}
         alive[pid] = socket.socket(fileno=news)
-        tell(alive[pid], pid)
+        send_number(alive[pid], pid)
         if listener in ready:
             tied[pid] = alive[pid]
         for descriptor in descriptors:
@@ -207,25 +210,25 @@ def serve(orders: socket.socket, listener: socket.socket) -> dict[str, Any] | No
 
 
 def report_ended(alive: dict[int, socket.socket]) -> None:
-    """Say how those that ended did."""
+    """Send the exit code of each process that has ended to its client."""
     while alive:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
         with alive.pop(pid) as news:
-            tell(news, os.waitstatus_to_exitcode(status))
+            send_number(news, os.waitstatus_to_exitcode(status))
 
 
-def tell(news: socket.socket, number: int) -> None:
-    """Send a number to who may want to know it."""
+def send_number(news: socket.socket, number: int) -> None:
+    """Send a number to a client that may already be gone."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         news.send(b"%d" % number)
 
 
 def next_order(orders: socket.socket, listener: socket.socket, ready: Sequence[Any]) -> tuple[bytes | None, list[int]]:
-    """An order, empty where there is none, and descriptors: where to say how it goes, and those of the program.
+    """Return an order, b"" if there is none, and descriptors: one for messages to the client, then the process's own.
 
-    None in place of the order: nobody gives any more.
+    None as the order means that no client is left to send one.
     """
     if listener in ready:
         connection, _ = listener.accept()
@@ -238,7 +241,7 @@ def next_order(orders: socket.socket, listener: socket.socket, ready: Sequence[A
 
 
 def end_forsaken(tied: dict[int, socket.socket], alive: Mapping[int, socket.socket], ready: Sequence[Any]) -> None:
-    """Kill what nobody waits for any more; forget what ended."""
+    """Kill each process whose client closed its connection, and remove ended processes from ``tied``."""
     for pid in [pid for pid in tied if pid not in alive or tied[pid] in ready]:
         if pid in alive:
             os.kill(pid, signal.SIGKILL)
@@ -246,7 +249,7 @@ def end_forsaken(tied: dict[int, socket.socket], alive: Mapping[int, socket.sock
 
 
 def die_with(parent: int) -> None:
-    """As ``penstock.local.leash`` does."""
+    """Have the kernel kill this process when ``parent`` ends, as ``penstock.local.leash`` does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
@@ -280,7 +283,7 @@ def become(order: Mapping[str, Any]) -> None:
 
 
 def become_interpreter(code: str, *streams: int) -> None:
-    """Run what follows ``python -c``; ``streams`` are its standard error, input and output."""
+    """Run ``code`` as ``python -c`` would; ``streams`` are descriptors for its standard error, input and output."""
     for descriptor, standard in zip(streams, (2, 0, 1), strict=True):
         os.dup2(descriptor, standard)
         os.close(descriptor)
@@ -291,22 +294,22 @@ def become_interpreter(code: str, *streams: int) -> None:
 
 
 def imports(names: Sequence[str]) -> None:
-    """Import them, as far as they are installed."""
-    gc.disable()  # passes over what is new would take half of the time
+    """Import the modules that are installed."""
+    gc.disable()  # collections of new objects would take half of the time
     from penstock.shared.errors import ConfigError
 
     for name in names:
         try:
             importlib.import_module(name)
-        except ConfigError:  # a library of an extra that is not here
+        except ConfigError:  # a library of an extra is not installed
             continue
     gc.collect()
-    gc.freeze()  # or the memory that all share would be copied by the first collection
+    gc.freeze()  # else the first collection would copy the memory that all forks share
     gc.enable()
 
 
 def make_interpreter(directory: Path) -> None:
-    """A program that stands for ``python`` and knows where the nursery's socket is."""
+    """Write the program ``python`` into ``directory``; it sends its orders to the nursery's socket there."""
     words = [sys.executable, "-IS", str(INTERPRETER), str(directory / SOCKET)]
     program = directory / "python"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
@@ -314,7 +317,7 @@ def make_interpreter(directory: Path) -> None:
 
 
 def main() -> None:
-    """The nursery, and each process that it forks."""
+    """Run the nursery, and, in each process that it forks, the ordered program."""
     orders, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     interpreter = sys.argv[3]
     imports(IMPORTED)

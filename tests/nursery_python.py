@@ -1,7 +1,7 @@
-"""Stands for ``python``: the nursery forks a replay and a process of pytest-xdist; anything else runs as always.
+"""Interpreter that has the nursery fork a replay or a pytest-xdist process, and runs everything else like ``python``.
 
 ``nursery_python.py SOCKET -m MODULE ARGUMENTS`` or ``nursery_python.py SOCKET -u -c CODE``, with the socket of the
-nursery. It imports next to nothing, so that it is there at once.
+nursery. This file imports next to nothing, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORD_BYTES = 16
 
 
 def order_of(words: list[str]) -> tuple[dict[str, object], list[int]] | None:
-    """An order for the nursery and the descriptors that go with it; None if it does not fork this."""
+    """Return an order for the nursery and the descriptors to send with it; None for programs that it does not fork."""
     if words[:1] == ["-m"] and words[1] in FORKED:
         return {"program": words[1], "arguments": words[2:]}, [2]
     if words[:2] == ["-u", "-c"] and len(words) == 3:
@@ -26,7 +26,7 @@ def order_of(words: list[str]) -> tuple[dict[str, object], list[int]] | None:
 
 
 def run(path: str, order: dict[str, object], descriptors: list[int]) -> int:
-    """Have the nursery carry out an order with this environment; returns how it ended, negative for a signal."""
+    """Have the nursery run an order with this process's environment; return the exit code, negative for a signal."""
     environment, directory = dict(os.environ), os.getcwd()  # noqa: PTH109  pathlib would take longer than all the rest
     data = json.dumps({**order, "environment": environment, "directory": directory}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
@@ -37,7 +37,7 @@ def run(path: str, order: dict[str, object], descriptors: list[int]) -> int:
 
 
 def main() -> None:
-    """Ends as what it runs does."""
+    """Run the program, and end with the same exit code or signal."""
     path, *words = sys.argv[1:]
     ordered = order_of(words)
     if ordered is None:

@@ -1,8 +1,8 @@
-"""Processes that are ranks, kept for many tests.
+"""Pool of rank processes that serve many tests.
 
-A rank runs this file, with the descriptor of a socket. A task on that socket names a function in a file. The ranks of
-the task meet, each calls the function with its ``World`` and the arguments, and what it returns goes back; then they
-part.
+A rank process runs this file with the descriptor of a socket. A task on that socket names a function in a file. The
+ranks of a task join a process group; each calls the function with its ``World`` and the arguments, sends back the
+result, and leaves the group.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Starts ranks when they are first needed."""
+    """Pool that starts ranks when a test first needs them."""
 
     def __init__(self, nursery: Any) -> None:
         self._nursery = nursery
@@ -38,9 +38,9 @@ class RankPool:
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-ranks-")
 
     def run(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """``function(world, *args)`` on ``size`` ranks; what each returned, in rank order.
+        """Call ``function(world, *args)`` on ``size`` ranks; return their results in rank order.
 
-        The function stands at the top level of its file; arguments and results are picklable.
+        The function stands at the top level of its file; arguments and results are picklable. Raises RankError.
         """
         from penstock.local.ports import free_ports
 
@@ -55,11 +55,11 @@ class RankPool:
                     "RANK": str(number), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 },
             }  # fmt: skip
-            rank.tell(json.dumps(task))
+            rank.send(json.dumps(task))
         return [self._result(number) for number in range(size)]
 
     def close(self) -> None:
-        """End them."""
+        """End all ranks."""
         self._end_all()
         self._directory.cleanup()
 
@@ -91,19 +91,19 @@ class RankPool:
 
 
 class _Rank:
-    """A rank and the other end of its socket."""
+    """A rank process, and this side of its socket."""
 
     def __init__(self, connection: socket.socket, process: Any) -> None:
         self._connection, self._lines = connection, connection.makefile("rw")
         self._process = process
 
-    def tell(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a dead rank is noticed when its answer is read
+    def send(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the read of its answer notices a dead rank
             self._lines.write(line + "\n")
             self._lines.flush()
 
     def answer(self) -> str:
-        """The next line without its end; empty once the rank is gone."""
+        """Return the rank's next line without its newline; '' once the rank has ended."""
         with contextlib.suppress(ConnectionResetError):
             return self._lines.readline().strip()
         return ""

@@ -18,10 +18,9 @@ __all__ = ["AuditLog", "KeyStore"]
 
 SECRET = "episode-keys"
 BLOCK = 10_000
-"""Largest block of sequence numbers that a page with the newest records first reads at a time."""
+"""Largest block of sequence numbers that ``AuditLog.page`` reads at a time when it returns the newest first."""
 APPEND_S = 2.0
-"""Deadline for storing one record (seconds), for which the response waits; a fail-over of the bus takes about as
-long."""
+"""Deadline for storing one record (seconds); the response waits for it. A fail-over of the bus takes about as long."""
 
 
 class AuditLog:
@@ -82,9 +81,9 @@ class AuditLog:
         return found[:limit]
 
     async def _first_since(self, since: float) -> int:
-        """Return the sequence of the first record stored at that time or later.
+        """Return the sequence of the first record stored at the time ``since`` or later.
 
-        Binary search works because the stream loses records only at its old end, without gaps, and times rise.
+        Binary search works because times rise with the sequence, and the stream deletes only its oldest records.
         """
         state = await self._bus.stream_state(subjects.AUDIT)
         low, high = max(1, state.first_seq), state.last_seq + 1

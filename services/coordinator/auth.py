@@ -36,16 +36,16 @@ CONFIGURED = "PENSTOCK_API_KEYS"
 
 @dataclass(frozen=True)
 class Caller:
-    """Sender of a request. ``id`` names the key and never reveals it; ``rate_limit`` replaces the deployment's."""
+    """Sender of a request. ``id`` names the key without revealing it; ``rate_limit`` replaces the general limit."""
 
     id: str
     scopes: frozenset[Scope]
     rate_limit: str | None = None
     episode: str = ""
-    """The only episode (`ep_` and a UUID) that the caller may use and judge; ``id`` then names the key that made this
-    caller's key."""
+    """The only episode (`ep_` and a UUID) that the bearer of an episode key may use and judge ('': not an episode key).
+    ``id`` then names the key that created the episode key."""
     token: FeedbackGrant | None = None
-    """The only feedback that the caller may give; ``id`` is then the key that made the token."""
+    """The only feedback that the bearer of a feedback token may post; ``id`` then names the key that created it."""
     models: frozenset[str] | None = None
     """Names and ids of the only jobs that the caller may reach; None: all."""
     max_weight: float = 1.0
@@ -70,7 +70,7 @@ class Caller:
 
 
 ANONYMOUS = Caller("local", frozenset({"admin"}))
-"""Caller from this machine where no keys are configured."""
+"""Caller in a deployment without keys, which accepts only requests from this machine."""
 
 
 def needs_key(settings: ServiceSettings) -> bool:
@@ -141,7 +141,7 @@ class KeyRing:
         return replace(_holder(key), scopes=frozenset(key.scopes))
 
     async def _of_episode(self, text: str) -> Caller:
-        """Return the bearer of an episode key, which expires no later than the key that made it."""
+        """Return the bearer of an episode key, which is valid at most as long as the key that created it."""
         grant = read_episode_key(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this key of an episode was not made here")
@@ -150,7 +150,7 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset(grant.scopes), episode=grant.episode)
 
     async def _of_token(self, text: str) -> Caller:
-        """Return the bearer of a token for one feedback."""
+        """Return the bearer of a feedback token."""
         grant = TOKENS.read(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this token was not made here")
@@ -159,7 +159,7 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
 
     async def _maker(self, maker: str) -> Caller:
-        """Return the owner of key ``maker``, which made an episode key or a token, without scopes.
+        """Return the owner, without scopes, of the key ``maker`` that created an episode key or a token.
 
         Raises:
             HttpProblem: 401, the key does not exist any more.

@@ -54,7 +54,7 @@ class Deployments:
 
         Raises:
             ConfigError: the checkpoint cannot be served here.
-            HttpProblem: 404 if deployment on request is off, 503 if the limit of such deployments is reached.
+            HttpProblem: 404 if deployment on request is off, 503 if as many checkpoints as allowed are deployed.
         """
         index = await self._store.index()
         unfinished = index.unfinished()
@@ -87,9 +87,9 @@ class Deployments:
             raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
-        """Return the models that ``deploy`` accepts, oldest first.
+        """Return the models that ``deploy`` accepts among the LISTED newest finished jobs, oldest first.
 
-        ``models``: names or ids of the jobs to look at; None: all jobs.
+        ``models``: names or ids of the jobs to search; None: all jobs.
         """
         if not self._settings.deploy_most:
             return []
@@ -103,7 +103,7 @@ def _serves(job: JobEntry, origin: ModelOrigin) -> bool:
 
 
 def _with_final(entries: Iterable[JobEntry]) -> list[Servable]:
-    """Return a model for each of these jobs whose final checkpoint is on this host."""
+    """Return a model for each job of ``entries`` whose final checkpoint is on this host."""
     found = []
     for entry in entries:
         try:

@@ -39,12 +39,12 @@ MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
 _END, _LOCATOR_BYTES = struct.Struct("<4sHHHHIIH"), 20
-"""Layout of the record that ends a ZIP archive, whose sixth field is the size of the directory in bytes, and size of
-the locator that precedes this record in an archive with 64-bit sizes."""
+"""``_END`` is the layout of the record that ends a ZIP archive; its sixth field is the size of the directory in bytes.
+In an archive with 64-bit sizes a locator of ``_LOCATOR_BYTES`` bytes precedes that record."""
 MAX_ENTRY_BYTES = 512
-"""Bytes that one file may take in the directory of an archive."""
+"""Largest size in bytes of a file's entry in the directory of a ZIP archive."""
 ABANDONED_S = 3600.0
-"""Age after which a half-written upload is removed (seconds): no upload takes so long, so a crash left it."""
+"""Age after which a half-written upload is removed (seconds). No upload takes so long, so a crash must have left it."""
 
 
 class FileRecord(BaseModel):
@@ -82,16 +82,16 @@ class FileStore:
     def __init__(self, root: Path, *, max_bytes: int, max_files: int) -> None:
         self._root, self._max_bytes, self._max_files = root, max_bytes, max_files
         self._lock = threading.Lock()
-        """Held while an upload checks for room and takes it, so that uploads do so one at a time."""
+        """Lock under which an upload checks for room and takes it, so that two uploads cannot take the same room."""
 
     def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
-        """Store a copy of ``source``, which is on disk when this returns, and return its record.
+        """Store a copy of ``source``; return its record once the copy is on disk.
 
         A repeated call with the same ``key``, file name and bytes stores nothing and returns the first record.
 
         Raises:
-            HttpProblem: 422 if it is not JSON lines (points at each bad line), or for the purpose `model` no archive of
-                a model, or the key was used for another file; 507 if there is no room.
+            HttpProblem: 422 if ``source`` is not JSON lines (with the invalid lines), or for the purpose `model` not an
+                archive of a model, or if the key was used for another file; 507 if there is no room.
         """
         self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
@@ -120,7 +120,7 @@ class FileStore:
         """Store Python source once, under the SHA-256 of its UTF-8; return its record when it is on disk.
 
         Raises:
-            HttpProblem: 422 if it is not Python (names the line); 507 if there is no room.
+            HttpProblem: 422 if ``source`` is not Python (the text names the line); 507 if there is no room.
         """
         try:
             data = source.encode()
@@ -142,7 +142,7 @@ class FileStore:
         return record
 
     def _publish(self, folder: Path, record: FileRecord, key: str) -> None:
-        """Make the file visible, durably: it is found from now on, also after a crash."""
+        """Write the record of a complete upload, durably: ``find`` returns the file from now on, also after a crash."""
         if key:
             _write(folder / KEY, _digest(key).encode())
         _write(folder / RECORD, record.model_dump_json().encode())
@@ -292,10 +292,10 @@ def _archive(source: BinaryIO) -> zipfile.ZipFile:
 
 
 def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """Return the bytes of one file of an archive, after a check of their CRC.
+    """Return the bytes of one file of an archive, checked by their CRC.
 
     Raises:
-        ValueError: the file lies outside of the archive.
+        ValueError: the archive's directory gives a position of the file that is outside of the archive.
     """
     try:
         return archive.read(entry)
@@ -304,7 +304,7 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
 
 
 def _problem(line: bytes) -> str:
-    """Return the flaw of a line, or ''; empty lines are allowed."""
+    """Return a description of the flaw of a line, '' if it has none; empty lines are allowed."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES} bytes"
     if not line.strip():

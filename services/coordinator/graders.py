@@ -26,7 +26,7 @@ MODEL_DEADLINE_S = 60.0
 
 
 class GraderBench:
-    """Runs graders outside of jobs."""
+    """Service that runs graders outside of jobs, on reward workers."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self._bus, self._settings = bus, settings
@@ -37,7 +37,7 @@ class GraderBench:
         If ``sample`` is None, the worker only opens the parts.
 
         Raises:
-            ConfigError: the deployment has no model for the grader.
+            ConfigError: the grader asks a model, and the deployment configures no address of one.
             Unavailable: no reward worker answers.
         """
         scorers = [scorer_of(part, self._settings) for part in parts_of(grader).values()]
@@ -47,7 +47,7 @@ class GraderBench:
         self, scorers: Sequence[ScorerConfig], sample: str | None, *, prompt: str = "", answer: str | None = None,
         row: dict[str, Any],
     ) -> GradeReply:  # fmt: skip
-        """Have a reward worker open these scorers in a separate process, and score ``sample`` if it is given.
+        """Have a reward worker open ``scorers`` in a separate process, and score ``sample`` unless it is None.
 
         Raises:
             Unavailable: no reward worker answers.

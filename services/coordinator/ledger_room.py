@@ -11,7 +11,7 @@ __all__ = ["FILLING_SHARE", "RESERVED_SHARE", "describe_ledger", "is_filling", "
 FILLING_SHARE = 0.7
 """Fill level from which users are warned."""
 RESERVED_SHARE = 0.9
-"""Fill level from which the rest is reserved for running jobs: new jobs are refused."""
+"""Fill level from which new jobs are refused; running jobs may use the rest."""
 ADVICE = (
     "see that its archive can be written (ledgers/ in the data directory), delete finished jobs (penstock rm JOB), or "
     "raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
@@ -19,7 +19,7 @@ ADVICE = (
 
 
 def is_filling(state: StreamState) -> bool:
-    """Return True if users should free space."""
+    """Return True if LEDGER is so full that users should free space."""
     return state.max_bytes > 0 and state.bytes >= FILLING_SHARE * state.max_bytes
 
 
@@ -29,7 +29,7 @@ def describe_ledger(state: StreamState) -> str:
 
 
 async def reserve_ledger(bus: Bus) -> None:
-    """Refuse a new job if only reserved space is left.
+    """Refuse a new job if all free space of LEDGER is reserved for running jobs.
 
     Raises:
         HttpProblem: 507 the ledger has no space for another job.

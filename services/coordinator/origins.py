@@ -60,12 +60,11 @@ class Origins:
     async def resolve(self, spec: AnyJob) -> tuple[AnyJob, ModelOrigin | None]:
         """Replace a reference in ``model.path`` by the checkpoint's directory; return the new spec and the origin.
 
-        Without such a reference, return None as the origin, and ``spec`` unchanged but for an uploaded model, whose
-        directory replaces its id. A deployment also takes the settings that it leaves unset from the job that made the
-        checkpoint.
+        Without such a reference the origin is None. The id of an uploaded model or tokenizer is replaced by its
+        directory. A deployment takes the settings that it leaves unset from the job that wrote the checkpoint.
 
         Raises:
-            ConfigError: no such job, checkpoint or upload, or its files are gone; names the closest match.
+            ConfigError: no such job, checkpoint or upload, or its files are gone; the text suggests a similar name.
         """
         spec = await asyncio.to_thread(self._with_uploaded_model, spec)
         path = None if isinstance(spec, EmbodiedJob) else spec.model.path
@@ -92,7 +91,7 @@ class Origins:
         return spec.model_copy(update={"model": spec.model.model_copy(update=found)}) if found else spec
 
     async def find(self, reference: str) -> tuple[ModelOrigin, JobConfig]:
-        """Return the checkpoint ``job:JOB@WHICH`` and the config of its job, found by id or as the newest of that name.
+        """Return the checkpoint ``job:JOB@WHICH`` and the config of its job. JOB is an id or a name, see ``job``.
 
         Raises:
             ConfigError: the reference is malformed, or the job trains no language model.
@@ -119,7 +118,7 @@ class Origins:
         return origin, config
 
     async def job(self, job: str) -> JobEntry:
-        """Return a job by id, or the newest job of a name, preferring jobs that train. Raises NotFound."""
+        """Return the job with this id, else the newest with this name, if possible one that trains. Raises NotFound."""
         index = await self._jobs.index()
         if (known := index.get(job)) is not None:
             return known

@@ -62,7 +62,7 @@ ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
 """Fill level of LEDGER above which the ledgers of finished jobs are archived whatever their size, and the number of
 jobs whose ledgers are archived at a time."""
 BROKEN_TRIES = 3
-"""A job is marked failed after its leader crashes this often on an unexpected error."""
+"""Number of crashes of a job's leader, on unexpected errors, after which the job is marked failed."""
 WOKEN_AT_ONCE = 16
 """Number of job leaders that are woken for worker changes per turn of the event loop."""
 SOUND_S = 300.0
@@ -70,7 +70,7 @@ SOUND_S = 300.0
 
 
 class CoordinatorService:
-    """Connects bus, jobs and API; see the module docstring."""
+    """The coordinator process: connects the bus, the leaders of jobs and the HTTP API."""
 
     name = "coordinator"
 
@@ -133,7 +133,7 @@ class CoordinatorService:
         return {job: runner.status() for job, runner in self.runners.items() if runner.ready}
 
     async def _serve_http(self) -> None:
-        app = create_app(self.services, stopping=self._stopping, desk=self.feedback, serving=self.gateway)
+        app = create_app(self.services, stopping=self._stopping, feedback_service=self.feedback, serving=self.gateway)
         self._server = server_of(app, self.settings)
         await self._server._serve()
         if not self._server.should_exit:
@@ -257,7 +257,7 @@ class CoordinatorService:
         )
 
     async def clean_up(self, job: str) -> None:
-        """Delete unneeded data of a finished job; retry while the bus is away, because this runs only once."""
+        """Delete unneeded data of a finished job. Retry while the bus is unreachable, since nothing else would."""
         while (error := await unexpected(self._purge_leftovers(job))) is not None:
             expected = _only(error, Unavailable)
             logger.warning("cleaning up after job %s: %s", job, error, exc_info=None if expected else error)
@@ -293,7 +293,7 @@ class CoordinatorService:
         self.runners.clear()
 
     async def _keep_room(self) -> None:
-        """While a stream is nearly full, drop data that jobs can do without there, finished and old jobs first."""
+        """Every few seconds, make room in streams that are nearly full, archive ledgers, and warn when LEDGER fills."""
         while True:
             await asyncio.sleep(ROOM_EVERY_S)
             if not self.leading or self.bus.held:
@@ -307,7 +307,7 @@ class CoordinatorService:
                 logger.info("room is not checked: %s", error)
 
     async def archive_ledgers(self) -> None:
-        """If LEDGER is more than half full, archive what it holds of finished jobs, then of running jobs."""
+        """If LEDGER is more than half full, archive ledgers of finished jobs and old entries of running jobs."""
         state = await self.bus.stream_state(subjects.LEDGER)
         if state.bytes <= ARCHIVE_SHARE * state.max_bytes:
             return
@@ -320,7 +320,7 @@ class CoordinatorService:
                 runner.outbox.later(runner.journal.keep_up, keep=False)
 
     async def watch_ledger(self) -> None:
-        """Warn once when the ledger fills, and again only after it had room."""
+        """Warn once when LEDGER fills; warn again only after it had room in between."""
         state = await self.bus.stream_state(subjects.LEDGER)
         filled, self._ledger_fills = self._ledger_fills, is_filling(state)
         if not self._ledger_fills or filled:
@@ -333,7 +333,7 @@ class CoordinatorService:
     async def make_room(self, stream: str) -> None:
         """If ``stream`` is nearly full, purge data from it that its job can do without.
 
-        That is the data of the oldest finished job; if there is none, older data of all jobs where they can spare it.
+        The oldest finished job loses its data first. Without one, some streams lose older data of all jobs.
         """
         state = await self.bus.stream_state(stream)
         if state.bytes <= FULL_SHARE * state.max_bytes:
@@ -355,14 +355,17 @@ class CoordinatorService:
             await self.bus.purge(stream, GIVEN_UP[stream](job))
 
     async def _drop_interactions(self) -> None:
-        """Purge the interactions of one job. Each has its own subject, so counting messages by subject is too slow."""
+        """Purge the interactions of the first job in ``without_interactions`` that has any.
+
+        Each interaction has a subject of its own, so counting messages by subject would be too slow here.
+        """
         for job in without_interactions((await self.store.index()).all()):
             if count := await self.bus.purge(subjects.INTERACTIONS, subjects.interactions(job)):
                 logger.warning("INTERACTIONS is nearly full: giving up the %d of job %s", count, job)
                 return
 
     async def _shorten_batches(self) -> None:
-        """Make room in BATCHES without finished jobs: purge manifests of running jobs from before their checkpoint."""
+        """Purge from BATCHES the manifests of batches that trainers of running jobs would not repeat if restarted."""
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
                 start = earliest_start(runner.run.state, newest.number)
@@ -371,7 +374,7 @@ class CoordinatorService:
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:
-    """Return True if an error, or every leaf of an exception group, is of these kinds."""
+    """Return True if ``error``, or every leaf of an exception group, is an instance of ``kinds``."""
     if isinstance(error, BaseExceptionGroup):
         return all(_only(inner, *kinds) for inner in error.exceptions)
     return isinstance(error, kinds)

@@ -1,7 +1,7 @@
 """Shares of a store that all tenants use, so that a tenant that fills it is refused before the others are.
 
-An owner may hold a share of the space that others have not taken: with 0.95 the first one gets 95 % of an empty store,
-the next one 95 % of the rest. Some space always remains for another one.
+An owner may hold a share of the space that other owners leave free. With a share of 0.95 the first owner gets 95 % of
+an empty store, and the next owner 95 % of the rest. Some space always remains for a further owner.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ OVERHEAD_BYTES = 160
 RETRY_S = 1.0
 LOOK_S = 5.0
 KEY_SHARE = 0.95
-"""Share of one key in the space that its job may use and the job's other keys leave free."""
+"""Share that a key may use of the part of a job's space that the job's other keys leave free."""
 PLACES = 1024
-"""Number of consecutive stream sequences that are counted together."""
+"""Number of consecutive sequence numbers of a stream whose bytes are counted together."""
 LOOKED_AT = 0.25
-"""Share of the stream that a job must exceed before its oldest remaining message is looked up, so that messages that
-the stream has removed are no longer counted."""
+"""Share of the stream above which a job's oldest remaining message is looked up, to stop counting messages that the
+stream has removed."""
 
 
 class EntryShares:
-    """Counts the bytes of a bucket's entries by owner, each entry until it expires."""
+    """Counts the bytes of a bucket's entries by owner; an entry counts until it expires."""
 
     def __init__(self, share: float) -> None:
         self.max_bytes = 0
@@ -76,9 +76,10 @@ class EntryShares:
 
 
 class FeedbackShares:
-    """Counts bytes of FEEDBACK by job and key, from the message headers, whichever replica stored the messages.
+    """Counts the bytes of the stream FEEDBACK by job and key, including messages that other replicas stored.
 
-    A key may use the share ``KEY_SHARE`` of the space that its job may use and the job's other keys leave free.
+    A job may use a share of the space that other jobs leave free. Of the space of its job, a key may use the fraction
+    KEY_SHARE of what the job's other keys leave free.
     """
 
     def __init__(self, bus: Bus, share: float) -> None:
@@ -87,7 +88,7 @@ class FeedbackShares:
         self._jobs: dict[str, _JobBytes] = {}
 
     async def run(self) -> None:
-        """Follow the stream until cancelled."""
+        """Follow the stream FEEDBACK and count its messages, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._refresh())
             async with contextlib.aclosing(
@@ -141,8 +142,8 @@ class _JobBytes:
         self.by_sender: Counter[int] = Counter()
         self._places: dict[int, tuple[int, Counter[int]]] = {}
         self._senders: dict[int, int] = {}
-        """Bytes by sender number, from the header of a message's first part; the later parts, which follow it, have no
-        such header."""
+        """Bytes by sender number, from the header of the newest message's first part. Its later parts, which follow
+        directly, have no such header and are counted by it."""
 
     def add(self, message: Message, nbytes: int) -> None:
         """Count a message."""
@@ -157,7 +158,7 @@ class _JobBytes:
         self.used += nbytes
 
     def drop_before(self, first: int) -> None:
-        """Stop counting ranges of sequences before range ``first``."""
+        """Stop counting messages in ranges before the range number ``first``."""
         for place in [place for place in self._places if place < first]:
             used, by_sender = self._places.pop(place)
             self.used -= used

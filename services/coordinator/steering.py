@@ -35,7 +35,7 @@ VERBS: dict[DesiredState, str] = {"running": "resume", "paused": "pause", "cance
 
 
 class Steering:
-    """Applies requests to job records. Every method raises NotFound (unknown job) and Conflict (not in this phase)."""
+    """Applies requests to job records. Methods raise NotFound (unknown job) or Conflict (job in a wrong phase)."""
 
     def __init__(
         self, bus: Bus, store: JobStore, ledgers: LedgerCache, archive: LedgerArchive, settings: ServiceSettings
@@ -63,7 +63,7 @@ class Steering:
         return record
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
-        """Replace the job file by what ``edit`` makes of the record, atomically; ``edit`` may be called more than once.
+        """Replace the job file by the result of ``edit(record)``, atomically; ``edit`` may be called more than once.
 
         ``by``: as for ``set_desired``.
 
@@ -89,7 +89,7 @@ class Steering:
         return record
 
     async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
-        """Continue a finished job until ``max_updates``; return its record and messages for the user on what changes.
+        """Continue a finished job until ``max_updates``; return its record and messages about side effects.
 
         ``by``: as for ``set_desired``.
 
@@ -129,7 +129,8 @@ class Steering:
         self._ledgers.forget(job)
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
-        """Refuse a byte budget too small for the groups of the job; the largest size of a group never changes."""
+        """Refuse a reduced byte budget that is too small for the job's groups. Other edits need no check, because they
+        do not change the largest size of a group."""
         if record.status.phase in TERMINAL_PHASES:
             return
         config, known = edit(record), parse_job(record.spec)
@@ -150,7 +151,7 @@ class Steering:
         return record
 
     async def _publish_event(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
-        """Publish the event of a request that is already in the record; log an error if the bus does not accept it."""
+        """Publish the event of a request that the job record already holds; log an error if the bus refuses it."""
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
         row = {

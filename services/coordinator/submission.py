@@ -65,14 +65,14 @@ __all__ = [
 SEALED_BYTES, REWARD_BYTES = 140, 9
 """Bytes that a group, and each of its rewards, takes in the ledger and in the manifest of its batch."""
 ENTRY_ROOM = 128 << 10
-"""Bytes reserved in a ledger entry for other events of the same decision as a batch."""
+"""Bytes reserved in the ledger entry of a batch for other events of the same decision."""
 FILM_S = 60.0
 """Deadline for describing a simulator with a camera (seconds): its first rendered frame is slow on a busy CPU."""
 DESCRIBE_S = 30.0
 """Deadline for an env worker to create and describe a simulator at submission (seconds); a job has no such limit."""
 JOB_PREFIX = "job"
 SERVED = ("online_rl", "serving")
-"""Kinds of jobs that clients address by name."""
+"""Kinds of jobs that clients address by name, as models."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
 )  # fmt: skip
@@ -166,7 +166,8 @@ async def plan_job(
     Args:
         members: the workers; None: unknown.
         stores_parts: True if EXPERIENCE accepts groups above 1 MiB.
-        describe: has an env worker describe the simulator of an embodied job; None: checked when the job begins.
+        describe: has an env worker describe the simulator of an embodied job; None: the simulator is checked
+            when the job begins.
 
     Raises:
         ConfigError: the job cannot run: model or data missing, a package missing everywhere, groups too large, or no
@@ -243,7 +244,7 @@ def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, An
 
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
-    """Read a job's data to measure its largest row, and run ``check_groups``.
+    """Measure the largest row of a job's data, and run ``check_groups`` with it.
 
     Raises:
         ConfigError: groups do not fit, or the data is gone.
@@ -288,10 +289,10 @@ def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: b
 
 
 def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
-    """Return warnings about workers that lack a package the job needs; the job would fail on such a worker.
+    """Return a warning for each package of the job that some workers lack; on such a worker the job would fail.
 
     Raises:
-        ConfigError: every running worker of a service lacks a package.
+        ConfigError: every running worker of a service lacks a package or the engine that the job needs.
     """
     warnings = []
     for need in needs(spec):
@@ -353,7 +354,7 @@ def _batch_of(spec: AnyTraining) -> dict[str, int]:
 
 
 def _check_entry(spec: AnyTraining) -> None:
-    """Refuse batches that do not fit: a batch is one message of the ledger, and one of BATCHES."""
+    """Raise ConfigError if a batch has too many groups: its ledger entry, and its manifest, must fit in one message."""
     nbytes = SEALED_BYTES + REWARD_BYTES * spec.completions_per_group
     if spec.groups_per_batch * nbytes > MAX_INLINE_BYTES - ENTRY_ROOM:
         raise ConfigError(
@@ -363,7 +364,7 @@ def _check_entry(spec: AnyTraining) -> None:
 
 
 def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> None:
-    """Refuse a job to be served whose name already addresses another running job.
+    """Refuse a job that is served under its name if another running job is served under the same name.
 
     Raises:
         ConfigError: another running job has the name; the message gives its id.
@@ -377,10 +378,10 @@ def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> No
 
 
 def _with_unmeasured(spec: TextJob, data: DataSummary) -> DataSummary:
-    """Return ``data`` with a note on each held-out source that evaluation does not reach.
+    """Return ``data`` with a note on each held-out source that begins after the first ``evaluation.num_prompts`` rows.
 
     Raises:
-        ConfigError: early stopping or the choice of the best checkpoint uses a metric of such a source.
+        ConfigError: early stopping or the choice of the best checkpoint uses a metric of such an unmeasured source.
     """
     size, starts = spec.evaluation.num_prompts, accumulate((source.rows for source in data.eval), initial=0)
     unmeasured = [source.name for source, start in zip(data.eval, starts, strict=False) if start >= size]
@@ -457,10 +458,10 @@ def _described(file: Path) -> dict[str, Any]:
 
 
 def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> list[str]:
-    """Return a warning if the directory of a model brings code that is not run.
+    """Return a warning if a model's directory contains code that workers do not run, as it is not trusted.
 
     Raises:
-        ConfigError: a file of that code is missing.
+        ConfigError: the code is trusted, and a file of it is missing.
     """
     classes = described.get("auto_map")
     if not isinstance(classes, dict) or not classes:
@@ -504,7 +505,7 @@ def beginning_note(spec: TextJob) -> list[str]:
 
 
 def _first_tokens(rules: Any) -> set[str]:
-    """Return the special tokens that the post-processors of a tokenizer file put before a single text."""
+    """Return the special tokens that ``rules``, the post-processor of a tokenizer file, puts before a single text."""
     if not isinstance(rules, dict):
         return set()
     inner = [_first_tokens(each) for each in rules.get("processors", ())]
@@ -513,10 +514,10 @@ def _first_tokens(rules: Any) -> set[str]:
 
 
 class SubmissionIds:
-    """Job ids by submission key, so that a repeated submission is the same job on every coordinator.
+    """Job ids by submission key, so that every coordinator maps a repeated submission to the same job.
 
-    The id is stored first, under the key in the bucket `answers`, for half an hour; then the job's record is created. A
-    client that repeats the submission creates the same record, or finds it.
+    The bucket `answers` stores the id under the key for half an hour, before the job's record is created. A repeated
+    submission therefore creates a record with the same id, or finds it.
     """
 
     def __init__(self, bus: Bus) -> None:

@@ -1,5 +1,5 @@
-"""Checks of user code and grading models that a job file names: is code uploaded, can workers import and call it, does
-a model answer?"""
+"""Checks of user code and grading models that a job file names: the code is uploaded, workers can import and call it,
+and the models answer."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["ROLLOUT_KEYS", "CodeTrials", "check_uploaded"]
 
 ROLLOUT_KEYS = ("data.curriculum", "online.redaction.function", "rollout.path")
-"""Keys of code that rollout workers import."""
+"""Keys of a job file that name user code which rollout workers import."""
 TRIAL_S = 20.0
-"""Time limit of a trial, in which a process starts and imports what the code imports (seconds)."""
+"""Time limit of a trial of user code, including the start of a process and all imports (seconds)."""
 OPEN_S = 45.0
-"""Time limit of the trial of an environment of `verifiers`, or of a model's code, whose imports take many seconds."""
+"""Time limit of a trial of a `verifiers` environment or of a model's code (seconds); their imports are slow."""
 REMOTE_CODE = "model.trust_remote_code"
 MODEL_S = 20.0
-"""Time in which a model that grades must answer a trial (seconds)."""
+"""Deadline for the answer of a grading model in a trial (seconds)."""
 WAIT_S = 10.0
 """Time that a worker has to begin a trial (seconds)."""
 END_S = 5.0
@@ -67,7 +67,7 @@ def check_uploaded(spec: AnyJob, data_dir: Path) -> None:
     """Check that the files of user code that a job file names were uploaded.
 
     Raises:
-        ConfigError: a file is missing; names the key.
+        ConfigError: a file is missing; the text names the key of the job file.
     """
     for key, name in named(spec, "code"):
         stem, at, digest = name.partition(":")[0].partition("@")
@@ -79,7 +79,7 @@ def check_uploaded(spec: AnyJob, data_dir: Path) -> None:
 
 
 class CodeTrials:
-    """Has workers try the user code and the grading models of job files once, in processes of their own."""
+    """Has workers try the user code and the grading models of a job file once, each in a separate process."""
 
     def __init__(self, bus: Bus, bench: GraderBench, members: Members) -> None:
         self._bus, self._bench, self._members = bus, bench, members
@@ -87,11 +87,11 @@ class CodeTrials:
     async def run(self, spec: AnyJob) -> list[str]:
         """Try all user code of a job on the first row of its data, each in the service that would run it.
 
-        Models that grade get one request. Returns warnings: no worker could try it, or it failed on that example,
-        which need not be an error.
+        Grading models get one request. Return a warning for code that no worker could try, or that failed on the first
+        row, which need not be an error.
 
         Raises:
-            ConfigError: code cannot be imported, or takes other arguments; one line for each key.
+            ConfigError: code cannot be imported, or takes other arguments; the text has one line for each key.
         """
         if isinstance(spec, EmbodiedJob):  # the plan creates its simulators
             return []
@@ -120,7 +120,7 @@ class CodeTrials:
                     yield self._scorer(f"{key} ({scorer.grader.name})", _soon(scorer) if asks else scorer, example)
 
     async def _scorer(self, key: str, scorer: ScorerConfig, example: Example | None) -> list[Finding]:
-        """Have a reward worker open a scorer, and score the reference answer of the first row."""
+        """Have a reward worker open a scorer, and score the reference answer of the first row; return the findings."""
         if not self._members.of("reward", time.monotonic()):
             return [Finding(key=key, text=_untried("no reward worker runs here"), fatal=False)]
         sample = None if example is None else example.answer or ""
@@ -136,7 +136,7 @@ class CodeTrials:
         return [Finding(key=key, text=f"{told}{detail}", fatal=not reply.opened)]
 
     async def _environment(self, spec: AnyJob, example: Example | None) -> list[Finding]:
-        """Have an env worker try tools of the user, or open an environment of `verifiers`."""
+        """Have an env worker try the user's tools, or open a `verifiers` environment; return the findings."""
         if isinstance(spec, ServingJob | EmbodiedJob) or spec.environment is None:
             return []
         section, limit_s = spec.environment, TRIAL_S
@@ -185,7 +185,7 @@ def _untried(reason: str) -> str:
 
 
 def _example_of(spec: TextJob) -> Example | None:
-    """Return the first row, or None if there is none or it is invalid; the data check reports the reason."""
+    """Return the first row of a job's data; None if it is missing or invalid, which the data check reports."""
     config = spec.data if isinstance(spec, JobConfig) else spec.data_config
     form = config.prompt
     try:

@@ -41,10 +41,10 @@ FLUSH_S = 5.0
 PER_TURN = 32
 """Number of connections that are cleaned up per turn of the event loop."""
 KEEP_ALIVE_S = 20
-"""Idle time before the server closes a connection (seconds). Longer than clients keep one (httpx and libraries on it: 5
-s), so that clients close first and none sends a request into a connection that is being closed."""
+"""Idle time before the server closes a connection (seconds). Clients close idle connections earlier (httpx: after 5 s),
+so that no client sends a request into a connection that the server is closing."""
 SPARE_FILES = 512
-"""File descriptors reserved for everything but clients."""
+"""Number of file descriptors that connections of clients may not use."""
 
 REFUSED = metrics.counter("http_connections_refused", "Connections ended by a bound of the server.", ("reason",))
 OPEN = metrics.gauge("http_connections", "Connections of clients.")
@@ -163,7 +163,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._bounds.later(self.loop, partial(HttpToolsProtocol.connection_lost, self, exc))
 
     def data_received(self, data: bytes) -> None:
-        """Parse the data in pieces that are never longer than a head may be."""
+        """Parse received data in pieces that are no longer than what remains of the size limit of a head."""
         if not self._in_body and self._timer is None and not self._is_refused:
             self._begin(self._bounds.head_s)
         while data and not self._is_refused and not self.transport.is_closing():
@@ -232,7 +232,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._writer.cancel()
 
     def _check_writing(self, before: int) -> None:
-        """Disconnect a client that read too little since the last check, when ``before`` bytes waited."""
+        """Disconnect the client if it has read too little since the last check, when ``before`` bytes were unsent."""
         left = self.transport.get_write_buffer_size()
         if left > before - WRITE_BYTES:
             self.transport.abort()
@@ -243,7 +243,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._writer = self.loop.call_later(WRITE_S, self._check_writing, left)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Skip uvicorn's warning: a request to upgrade is answered in HTTP/1.1, as the standard allows."""
+        """Suppress uvicorn's warning: the server answers a request to upgrade in HTTP/1.1, as the standard allows."""
 
     def _begin(self, seconds: float) -> None:
         """Start the deadline of a head or a body."""
@@ -284,13 +284,13 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """Return True if a response written now would answer the refused request."""
+        """Return True if the client would understand a response sent now as the answer to the refused request."""
         if self._in_body:
             return self.cycle is not None and not self.cycle.response_started and not self.pipeline
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, status: int, code: str, detail: str, reason: str) -> None:
-        """Send the error, unless a response has begun, and close the connection."""
+        """Send the error if ``_can_answer`` allows it, and close the connection."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -316,7 +316,7 @@ def _file_limit(wanted: int) -> int:
 
 
 def _proxies(text: str) -> list[str]:
-    """Return the trusted proxies. Checked here, because uvicorn treats an invalid entry as a host name."""
+    """Parse and check the list of trusted proxies; uvicorn would take an invalid entry for a host name."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if found == ["*"]:
         return found

@@ -46,7 +46,7 @@ class World(Protocol):
     """Start (Unix seconds) and reason of the current failure to create states; None if there is none."""
 
     async def start(self) -> None:
-        """Prepare; a failure is stored in ``refused``."""
+        """Prepare the creation of states; store a failure in ``refused``."""
         ...
 
     async def begin(self, state: EpisodeState) -> Handle:
@@ -60,10 +60,14 @@ class World(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One held episode. ``number``: answered requests; ``last_id``, ``last``: id of and reply to the last of them.
+    """One held episode.
 
-    ``gone``: reason why its state was lost; all later requests fail. ``unheard_s``: how long it is kept until the
-    client confirms the first reply; None: confirmed.
+    Attributes:
+        number: number of answered requests.
+        last_id: id of the newest answered request.
+        last: reply to the newest answered request.
+        gone: reason why the state was lost, which all later requests get as an error; '' while it exists.
+        unheard_s: seconds for which the state waits for the client to confirm the first reply; None: confirmed.
     """
 
     handle: Handle | None = None
@@ -83,7 +87,7 @@ class EpisodeBook:
         self._world, self._most, self._idle_s = world, most, idle_s
         self._held: dict[str, _Held] = {}
         self.holder = secrets.token_hex(8)
-        """Random id of this process: a restarted process has another id, because it has other states."""
+        """Random id of this book, by which clients address it. A restarted process has other states, so another id."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -92,7 +96,7 @@ class EpisodeBook:
         """Return the reply to one request; a repetition of the last request gets the stored reply.
 
         Raises:
-            Unavailable: the limit of episodes is reached, or ``request.start_by`` has passed; nothing was begun.
+            Unavailable: the limit of episodes is reached, or ``request.start_by`` has passed; nothing was executed.
         """
         state = request.state
         assert state is not None
@@ -153,7 +157,7 @@ class EpisodeBook:
         return ToolReply(status="failed", text=held.gone, gone=True)
 
     async def give_up_idle(self) -> None:
-        """Drop idle episodes until cancelled. Chosen episodes are removed at once, so that no request reaches them."""
+        """Remove idle episodes, and then close their states, until cancelled. No request reaches a closing state."""
         while True:
             await asyncio.sleep(min(IDLE_CHECK_S, self._idle_s))
             now = time.monotonic()
@@ -171,7 +175,7 @@ class EpisodeBook:
         return now - held.used > limit_s and not held.lock.locked()
 
     async def close(self) -> None:
-        """Close all states concurrently, because each may take a while and a cancellation then reaches all of them."""
+        """Close all states concurrently, because each may take a while and a cancellation must reach all of them."""
         async with asyncio.TaskGroup() as tasks:
             for episode in list(self._held):
                 tasks.create_task(self._forget(episode))

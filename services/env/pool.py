@@ -33,7 +33,7 @@ FORMAT = b"PSN1"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BegunStep:
-    """A step that the simulator executes; ``following`` are the state ids of the next episodes [n]."""
+    """A step that the simulator is executing; ``following`` are the state ids of the next episodes [n]."""
 
     request: StepRequest
     following: NDArray[np.int64]
@@ -53,7 +53,7 @@ class EnvPool:
         self._lengths_B = np.zeros(B, np.int32)
         self._succeeded_B = np.zeros(B, np.bool_)
         self._restored_B = np.zeros(B, np.bool_)
-        """True if the episode was restored: others may continue from the same snapshot, with the same state id."""
+        """True if the episode was restored: other episodes may continue the same snapshot and share the state id."""
         self.num_steps = 0
         self.num_episodes = 0
         """Number of episodes started."""
@@ -65,7 +65,7 @@ class EnvPool:
         """Start new episodes; running ones are abandoned.
 
         Raises:
-            ProtocolError: the ids do not fit.
+            ProtocolError: environment ids or state ids are invalid.
         """
         env_ids = self._checked_ids(request.env_ids)
         if request.state_ids.shape != env_ids.shape or (request.state_ids < 0).any():
@@ -74,16 +74,16 @@ class EnvPool:
         return self._started(request, request.state_ids, started)
 
     def step(self, request: StepRequest) -> StepReply:
-        """Execute a chunk of actions. An environment stops at the first end of its episode.
+        """Execute a chunk of actions. Each environment stops when its episode ends.
 
         Raises:
-            ProtocolError: the ids or actions do not fit; nothing was stepped.
+            ProtocolError: environment ids, state ids or actions are invalid; nothing was stepped.
             Conflict: an episode has ended and was not reset; nothing was stepped.
         """
         return self.finish_step(self.begin_step(request))
 
     def begin_step(self, request: StepRequest) -> BegunStep:
-        """Begin a ``step`` without waiting for its result; raises as ``step``. Next, call ``finish_step``."""
+        """Begin a ``step`` without waiting for its result. Next, call ``finish_step``. Raises errors as ``step``."""
         env_ids = self._checked_ids(request.env_ids)
         actions = self._checked_actions(request.actions, len(env_ids))
         self._check_running(env_ids)
@@ -107,7 +107,7 @@ class EnvPool:
 
         Raises:
             Unsupported: the simulator has no snapshots.
-            ProtocolError: the ids do not fit.
+            ProtocolError: environment ids are invalid.
             Conflict: an episode has ended and was not reset.
         """
         self._check_snapshots()
@@ -134,8 +134,8 @@ class EnvPool:
 
         Raises:
             Unsupported: the simulator has no snapshots.
-            ProtocolError: the ids do not fit, or a snapshot does not; in the second case the environments must be
-                reset.
+            ProtocolError: environment ids are invalid, or a snapshot is damaged or from other environments. After an
+                invalid snapshot the environments must be reset.
         """
         self._check_snapshots()
         env_ids = self._checked_ids(request.env_ids)

@@ -80,7 +80,7 @@ class EnvService:
             await asyncio.to_thread(self._mail.close)
 
     async def drain(self) -> None:
-        """Open no more sessions; finish requests in progress and close all sessions. Clients reopen elsewhere."""
+        """Open no more sessions; finish requests in progress and close all sessions. Clients reopen them elsewhere."""
         self.ready = False
         self._draining.set()
         sessions, tools = list(self.sessions.values()), list(self.tools.values())
@@ -128,7 +128,7 @@ class EnvService:
         return pack(opened, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _on_describe(self, data: bytes) -> bytes:
-        """Return a simulator's encoded spec. Uses a new thread, as the simulator ends with its parent thread."""
+        """Try a simulator in a worker thread, and return its encoded spec."""
         request, envelope = unpack(data, OpenEnv)
         spec = await asyncio.to_thread(describe_simulator, request, self.settings.sims_dir)
         return pack(spec, job=envelope.job, id=envelope.id, trace=envelope.trace)

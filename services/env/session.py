@@ -48,11 +48,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 18
-"""Limit of the bytes of a reply that the event loop copies; larger ones are made in the thread, and their observations
-are left out for clients that read them in the simulator's memory."""
+"""If no reply of a session can have more bytes, the event loop steps the environments itself. Otherwise a thread does,
+and clients on this host may read observations in the simulator's memory."""
 INLINE_ACTIONS = 1 << 13
-"""Maximum number of action components in a request that the event loop sends: request and reply then fit into the
-buffers of a socket."""
+"""Maximum number of action components in a request that the event loop sends to the simulator: request and reply then
+fit into the buffers of a socket."""
 
 Numbered = ResetRequest | StepRequest | FilmRequest | SnapshotRequest | RestoreRequest
 """Requests that are executed once and in order."""
@@ -107,7 +107,7 @@ class EnvSession:
 
     @property
     def memory(self) -> ObservationMemory | None:
-        """Memory with the observations of the open session; None if they are so small that sending takes no longer."""
+        """Memory with the observations of the open session; None if replies with observations are small."""
         assert self._simulator is not None
         return None if self._small else self._simulator.memory
 
@@ -144,7 +144,7 @@ class EnvSession:
         return reply
 
     def _fetch(self, data: bytes) -> bytes:
-        """Return a copy of the frame that a message refers to, because a simulator may keep its actions longer."""
+        """Copy the frame that a message refers to: a simulator may still read its actions after the frame is freed."""
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
@@ -157,7 +157,7 @@ class EnvSession:
         self._seq, self._frame = body.seq, frame
 
     async def _message(self) -> bytes:
-        """Return the reply to the last request. If there is no room for it now, a repeated request gets it."""
+        """Return the reply to the last request. If no space is left to pack it, a repeated request tries again."""
         if self._reply is None:
             pack = partial(self._mail.pack, self._frame, job=self.job)
             self._reply = await self._in_thread(pack) if is_large(self._frame) else pack()
@@ -195,8 +195,8 @@ class EnvSession:
                 self.closed.set()
 
     async def _step(self, pool: EnvPool, body: StepRequest) -> StepReply:
-        """Step the environments. Small messages are written and read here: a hand-over to the thread and back takes
-        as long as the step of a simple simulator.
+        """Step the environments. The event loop itself writes and reads small messages, because passing a step to the
+        thread and back takes as long as a simple simulator needs for it.
         """
         if not self._small or body.actions.size > INLINE_ACTIONS:
             return await self._in_thread(pool.step, body)
@@ -261,6 +261,9 @@ def _resolve(future: asyncio.Future[bool], value: bool) -> None:
 
 
 def _reply_bytes(spec: EnvSpec) -> int:
-    """Return the size of the largest reply: current and final observations of all environments, and ``REST_BYTES``."""
+    """Return the maximum number of bytes of a reply.
+
+    A reply has the current and the final observation of each environment; ``REST_BYTES`` allows for everything else.
+    """
     sizes = [prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values()]
     return 2 * spec.num_envs * sum(sizes) + REST_BYTES

@@ -32,7 +32,7 @@ MAX_EPISODES = 256
 MAX_CONCURRENT = 256
 """Maximum number of calls that wait for a process here; further ones wait on the bus."""
 MAX_HELD = 4096
-"""Maximum concurrent requests for held episodes; each is repeated while it is in progress."""
+"""Maximum number of concurrent requests for held episodes: high, because clients repeat requests in progress."""
 CLOSE_S = 0.5
 REMEMBER_S = 15.0
 """Seconds for which a reply is kept for a requester that did not receive it."""
@@ -113,7 +113,7 @@ class ToolSession:
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Execute a call once: a repeated request joins the first. A call not begun in time may be repeated."""
+        """Execute a call once: a repeated request joins the first. If the call could not begin, it is tried anew."""
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
@@ -122,7 +122,7 @@ class ToolSession:
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
     def _remember(self, call: str, done: asyncio.Task[ToolReply], request: ToolRequest) -> None:
-        """Keep a reply for a while, unless the call was not begun. Episodes store their own replies."""
+        """Store the reply of a stateless call for REMEMBER_S, but no error. Episodes store their own replies."""
         if request.state is not None or done.cancelled() or done.exception() is not None:
             self._asked.pop(call, None)
         else:

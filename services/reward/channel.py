@@ -39,7 +39,7 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """Result of completion ``index``: one finite score per scorer, or an error and no scores; ``seconds`` it took."""
+    """Result of completion ``index``, which took ``seconds``: a finite score per scorer, or an error and no scores."""
 
     index: int
     scores: list[float]

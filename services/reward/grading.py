@@ -21,11 +21,11 @@ __all__ = ["GradingService"]
 
 QUEUE = "reward"
 MAX_CONCURRENT = 2
-"""Requests graded at once. Each starts its own process."""
+"""Maximum number of requests that are graded at once, each in its own process."""
 MAX_WAITING = 16
-"""Requests that may wait; further ones are refused."""
+"""Maximum number of requests that wait; the service refuses more."""
 _MAX_READ = 4 * (MAX_CONCURRENT + MAX_WAITING)
-"""Requests read from the bus at once, so that excess requests are refused without delay."""
+"""Maximum number of requests that are read from the bus at once: enough to refuse excess requests without delay."""
 
 
 class GradingService:

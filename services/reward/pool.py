@@ -86,8 +86,8 @@ class ScorerPool:
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Score a group. Never raises for scorer failures: a failed completion has its error in the reply.
 
-        A group goes to one process in one message. With scorers declared slow, each completion goes to a process by
-        itself, unless one of the scorers works on whole groups.
+        A group goes to one process in one message. If the scorers are declared slow and none of them scores whole
+        groups, each completion is a message of its own, and several processes score them at once.
         """
         sheet = _Sheet(len(request.completions))
         indices = list(range(sheet.num_completions))
@@ -127,7 +127,7 @@ class ScorerPool:
             await self._score_apart(request, left, sheet)
 
     async def _take(self) -> ScorerProcess | None:
-        """Take a slot; return its process, or None if it has no live one. Raises TimeoutError if all stay busy."""
+        """Take a slot; return its process, or None if that is not alive. Raises TimeoutError if all slots stay busy."""
         if self._slots.empty():
             async with asyncio.timeout(_QUEUE_LIMIT_S):
                 process = await self._slots.get()
@@ -138,7 +138,7 @@ class ScorerPool:
     async def _run(
         self, process: ScorerProcess, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet
     ) -> Sequence[int] | None:
-        """Fill the sheet. Return None if the process is healthy, else the indices that are left to score."""
+        """Score ``indices`` into ``sheet``. Return None if the process is healthy, else the indices left to score."""
         limit_s = self._config.timeout_s
         completions = [request.completions[i] for i in indices]
         process.submit(Score(request.prompt, completions, request.answer, row_for(request.row, indices)))
@@ -177,7 +177,7 @@ class ScorerPool:
             self._slots.put_nowait(process)
 
     async def _open(self) -> ScorerProcess:
-        """Start a process. A recent refusal is raised again without a new attempt.
+        """Start a process. For a few seconds after a failure, raise the same error again without an attempt.
 
         Raises:
             ScoringError: the scorers cannot be opened.

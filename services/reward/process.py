@@ -21,7 +21,7 @@ _CATCH_UP_S = 0.01
 
 
 class _Channel(asyncio.Protocol):
-    """Queue of received messages with one waiter for the next."""
+    """Queue of the messages from a scorer process. One task at a time may wait for the next message."""
 
     def __init__(self) -> None:
         self.messages: deque[Opened | Result] = deque()
@@ -127,7 +127,7 @@ class ScorerProcess:
         """Wait for the result of the next completion, whose scoring starts now.
 
         Raises:
-            ScoringError: the result took longer than ``limit_s``, or the process died. Only ``kill`` may follow.
+            ScoringError: the result took longer than ``limit_s``, or the process died. Next, call ``kill``.
         """
         try:
             result = await self._channel.next(limit_s)

@@ -1,4 +1,4 @@
-"""One job in one reward service, which answers score requests, and scores slow groups from the stream RAW."""
+"""One job in one reward service: a session answers score requests, and scores slow groups from the stream RAW."""
 
 from __future__ import annotations
 

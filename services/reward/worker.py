@@ -70,7 +70,7 @@ def _open(message: Open) -> tuple[Named, str]:
 
 
 def _results(scorers: Named, request: Score) -> Iterator[Result]:
-    """Yield one result per completion. Group scorers run first, within the time of the first completion."""
+    """Yield one result per completion. Group scorers run first; the first result's ``seconds`` include their time."""
     started = time.monotonic()
     columns = {
         place: _column(name, scorer, request)

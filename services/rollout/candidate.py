@@ -20,7 +20,7 @@ __all__ = ["Candidate"]
 
 
 class Candidate:
-    """Serves a candidate version for held-out prompts, and for live requests that try it.
+    """Serves a candidate, a version before its promotion, for held-out prompts and the live requests of its trial.
 
     The constructor blocks while the model loads.
     """
@@ -46,7 +46,7 @@ class Candidate:
         await self.policy.run()
 
     def serves(self, version: int) -> bool:
-        """Return True if live requests may be answered with this version here."""
+        """Return True if this engine serves ``version`` and is not about to replace it by another version."""
         return self.policy.version == version and self._left != (version, self.policy.epoch)
 
     async def _leave(self) -> None:

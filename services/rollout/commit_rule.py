@@ -48,7 +48,8 @@ class CommitRule:
     """Applies ``rollout.on_update`` to the training groups of one job on one worker.
 
     Args:
-        wait: called with the key of a ticket, what it waits for, and the subject. done: called with the key afterwards.
+        wait: called when a ticket waits, with the key of the ticket, a text on what it waits for, and a bus subject.
+        done: called with the key of a ticket once the ticket no longer waits.
         on_open: called when groups may begin again.
     """
 
@@ -69,14 +70,14 @@ class CommitRule:
         self.is_open = True
         """False while no group may begin, because an update comes first."""
         self.is_leaving = False
-        """True once this worker leaves: it begins no group any more."""
+        """True once this worker leaves: it begins no further group."""
         self._arriving, self._applied = (-1, ""), (-1, "")
         """Version and digest of the newest update, and of the newest update to which the rule was applied."""
         self.discarded_tokens = 0
         """Number of tokens generated in vain since the start."""
 
     async def make(self, key: str, generate: Callable[[Attempt], Awaitable[Group]]) -> Group:
-        """Generate and return a group; begin again whenever 'restart' discards it, until the caller's deadline.
+        """Generate and return a group. If 'restart' discards it, generate it again, until the caller's deadline.
 
         Args:
             key: key of the ticket.
@@ -106,18 +107,18 @@ class CommitRule:
             DISCARDED.inc(num_tokens)
 
     def leave(self) -> None:
-        """Begin no group any more, and end every wait. Groups in progress go on. Safe to repeat."""
+        """Begin no further group, and end every wait. Groups in progress go on. Safe to repeat."""
         self.is_leaving = True
         self._changed.set()
 
     @asynccontextmanager
     async def update(self, version: int, digest: str) -> AsyncIterator[bool]:
-        """Enclose an attempt to update to an announced version; yields True if it had to wait for groups.
+        """Enclose an attempt to load an announced version; yield True if the attempt waited for groups in progress.
 
         With 'drain', no group begins in the block, and the update first waits for the groups in progress. After
-        ``rollout.drain_s`` groups may begin again, and the groups in progress continue with the new version: to discard
-        them would cost the longest completions each time, and bias the job against these. Groups in progress also
-        continue if this worker leaves, or if an earlier attempt to update to the same version waited and then failed.
+        ``rollout.drain_s`` groups may begin again, and the groups in progress continue with the new version: discarding
+        them would lose the longest completions at each update, and bias the job against long ones. Groups in progress
+        also continue if this worker leaves, or if an earlier attempt to load the same version waited and then failed.
         """
         self._arriving = version, digest
         if self._config.on_update != "drain" or self._arriving == self._applied:
@@ -144,8 +145,8 @@ class CommitRule:
         """Discard the groups in progress if the rule is 'restart'; called directly before the engine serves a version.
 
         These groups begin again at the end of the block of ``update``. Other requests of the engine continue. If the
-        update fails even now, a later attempt discards nothing: a version that cannot be served must not keep groups
-        from finishing.
+        update then fails, a later attempt to load the same version discards nothing: a version that cannot be served
+        must not keep groups from finishing.
         """
         if self._config.on_update != "restart" or self._arriving == self._applied:
             return

@@ -21,13 +21,13 @@ from penstock.shared.transport.connection import NoResponders
 __all__ = ["EnvRequests"]
 
 QUEUE_S = 5.0
-"""Seconds within which an env worker must begin a call; after them it does not begin the call, which is sent again."""
+"""Seconds within which an env worker must begin a call. A call not begun by then is not executed, and is sent again."""
 MARGIN_S = 5.0
-"""Seconds by which a reply may exceed the call's limit; after them the env worker counts as lost and the call is sent
-again."""
+"""Seconds that a reply may take beyond the call's limits. Without a reply by then, the env worker counts as lost, and
+the call is sent again."""
 HOLDER_ASK_S = 2.0
-"""Seconds after which a request to the env worker that holds a state is repeated; doubled each time. A repeated request
-joins the running one, and shows whether the process of the worker still exists.
+"""Seconds without a reply after which a request to the env worker that holds a state is repeated; doubled each time.
+The worker executes a repeated request once. If the worker's process is gone, the repeated request finds no responder.
 """
 HOLDER_LOST_S = 10.0
 """Seconds without a subscriber after which the env worker that holds a state counts as lost; longer than a restart of
@@ -54,11 +54,11 @@ class EnvRequests:
     async def ask(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         """Return the reply of an env worker. Errors become a failed reply, so that no policy output ends the session.
 
-        The clock is paused from the first time that the request is repeated because no worker responded.
+        Once an attempt finds no worker that responds, the clock is paused until the reply arrives.
 
         Args:
             key: key of the ticket, under which a wait is reported.
-            name: id of the request; a worker executes repeated requests with one id once.
+            name: id of the request; a worker executes requests with the same id only once.
         """
         holder = request.state.holder if request.state else ""
         try:
@@ -77,7 +77,7 @@ class EnvRequests:
             self._done(key)
 
     async def _keep(self, name: str, request: ToolRequest, holder: str) -> None:
-        """Tell the env worker ``holder`` that its first reply arrived; otherwise it drops the state early."""
+        """Notify the env worker ``holder`` that its first reply arrived; else the worker drops the state early."""
         with suppress(Unavailable):  # then this state is dropped as well, and the episode restarts
             told = ToolRequest(purpose="keep", state=request.state)
             await self._bus.notify(subjects.env(holder), pack(told, job=self._job, id=f"{name}#keep"))

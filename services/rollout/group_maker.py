@@ -67,8 +67,8 @@ class HeldRows:
 def room_for(*, rows: int, completions: int, held: int, num_waiting: int, num_written: int) -> int:
     """Return the number of groups to begin, so that the first completion of each finds a free row.
 
-    Thus no free row waits for the longest completion of another group. Groups being scored or published hold no row;
-    while there are more of them than would fill all rows, no group begins.
+    Thus free rows are used before the longest completion of another group has ended. Groups being scored or published
+    hold no row. No group begins while their number exceeds the number of groups that would fill all rows.
 
     Args:
         rows: number of rows of the engine.

@@ -36,7 +36,7 @@ __all__ = ["GRACE_S", "SAVE_S", "PartialGroups"]
 logger = logging.getLogger(__name__)
 
 GRACE_S = 4.0
-"""Seconds that a leaving worker gives its groups to end; with the rest of a drain below the 10 s that Docker waits."""
+"""Seconds that a leaving worker gives its groups to end: so a whole drain takes less than the 10 s of `docker stop`."""
 SAVE_S = 3.0
 """Seconds for which a leaving worker tries to save the groups that did not end."""
 RETRY_S = 0.5
@@ -98,7 +98,7 @@ class PartialGroups:
             oldest: oldest version that the ticket accepts.
 
         Raises:
-            HandedOver: this worker leaves; the tokens of the group are saved if the stream takes them.
+            HandedOver: this worker leaves; the tokens of the group are saved if the stream accepts them.
         """
         found = await self._read(key, recipe) if repeated else {}
 
@@ -141,7 +141,7 @@ class PartialGroups:
         """Write the completions of these groups to the stream; log a warning and return False if that fails.
 
         Args:
-            whole: write again also the completions that were saved after they had ended.
+            whole: True to write also the completions that were already saved after they had ended.
         """
         async with self._saving:  # otherwise an older save might replace a newer one
             try:
@@ -207,9 +207,9 @@ class PartialGroups:
     def _accepts(self, sample: Sample, oldest: int) -> bool:
         """Return True if this worker may use a saved completion of another worker.
 
-        With ``rollout.on_update: restart`` all its tokens must come from the served weights. Otherwise its versions
-        must be within ``oldest`` and ``train.max_lag``, and tokens of the served version must come from the served
-        weights. If the completion was aborted, another token must be possible.
+        With ``rollout.on_update: restart`` all its tokens must come from the served weights. Otherwise no version
+        may be older than ``oldest``, or be more than ``train.max_lag`` behind the served one, and tokens of the served
+        version must come from the served weights. If the completion was aborted, another token must be possible.
         """
         if sample.finish == "abort" and self._is_whole(sample.token_ids):
             return False
@@ -222,7 +222,10 @@ class PartialGroups:
         return min(spans)[0] >= max(oldest, serving - self._config.train.max_lag)
 
     def _is_whole(self, token_ids: Sequence[int]) -> bool:
-        """Return True if no token can follow these: a worker may save a completion before it reads that it ended."""
+        """Return True if no token can follow ``token_ids``.
+
+        A worker may have saved such a completion as aborted, before its engine reported the end.
+        """
         num, limits = len(token_ids), self._config.sampling
         is_stopped = num >= limits.min_new_tokens and token_ids[-1] in self._stop_ids
         return is_stopped or num >= limits.max_new_tokens

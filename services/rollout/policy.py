@@ -203,7 +203,7 @@ class PolicyFollower:
         }  # fmt: skip
 
     async def _stage(self, manifest: WeightManifest) -> Staged:
-        """Stage in a thread, or let the engine stage.
+        """Stage the weights of ``manifest``, in a thread; an engine that loads weights by reference stages them itself.
 
         If this worker is stopped meanwhile, the thread's result is released, because its lock would remain.
         """
@@ -280,12 +280,12 @@ class PolicyFollower:
         staged.release()
 
     async def first(self) -> None:
-        """Wait without limit for the first version; the session ends with its job."""
+        """Wait for the first version. The wait has no time limit, but ends at the latest with the job."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= 0)
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
-        """Wait until ``wanted(version)`` is true. Raises DeadlineError naming ``what``."""
+        """Wait until ``wanted(version)`` is true. Raises a DeadlineError that names ``what``."""
         if wanted(self.version):
             return
         try:

@@ -85,7 +85,7 @@ class FixedPolicy:
         self.version = 0
 
     def status(self) -> dict[str, Any]:
-        """Return heartbeat entries; without updates the pause is 0."""
+        """Return heartbeat entries: a pause of 0, because there are no updates."""
         return {"pause_s": 0.0}
 
     async def run(self) -> None:
@@ -232,7 +232,7 @@ class RolloutSession:
             await self._stand_by(f"that can open the engine; here: {error}")
 
     async def _stand_by(self, other: str) -> None:
-        """Take no ticket until drained, and report that the job waits for another worker."""
+        """Take no ticket until drained, and report that the job waits for a rollout worker that ``other`` describes."""
         self._asking.wait("engine", f"a rollout worker {other}", subjects.tickets(self.job))
         await self._drained.wait()
 
@@ -285,7 +285,7 @@ class RolloutSession:
         await partial.hand_over(min(SAVE_S, self._settings.drain_s / 2))
 
     async def _report_unusable(self, error: Exception) -> None:
-        """Report a failure to load, because an evaluation job has no trainer that would report it."""
+        """Report to the coordinator that an evaluation job failed to load: such a job has no trainer to report it."""
         if not isinstance(self.config, JobConfig):
             report = pack(Report(kind="failed", epoch=0, reason=str(error)), job=self.job)
             await self._asking.ask(subjects.report(self.job), report, "model", "the coordinator to take a failure")
@@ -322,7 +322,7 @@ class RolloutSession:
         await self._serving.run()
 
     def amend(self, config: TextJob) -> None:
-        """Use a changed config for live requests; tickets carry their own settings."""
+        """Use a changed config. New live requests get its sampling; tickets carry the temperature of their draw."""
         self.config = config
         if self._serving is not None:
             self._serving.amend(config.sampling)

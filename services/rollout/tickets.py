@@ -48,7 +48,7 @@ class Versions(Protocol):
         """Version that is served now."""
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
-        """Wait until ``wanted(version)`` is true. Raises DeadlineError naming ``what``."""
+        """Wait until ``wanted(version)`` is true. Raises a DeadlineError that names ``what``."""
 
 
 class TicketTaker:
@@ -77,15 +77,15 @@ class TicketTaker:
         self._bus, self._job, self._asking = bus, job, asking
         self._answer, self._give_up, self._room, self._progress = answer, give_up, room, progress
         self._holds: dict[str, tuple[int, int | None]] = {}
-        """Work in progress -> sequence number of its ticket, version it requires."""
+        """Key of the work in progress -> (sequence number of its ticket, policy version that the ticket requires)."""
         self._repeated: set[str] = set()
-        """Work in progress whose ticket was delivered before, or given back by another worker."""
+        """Keys of work in progress whose ticket was delivered before, or given back by another worker."""
         self._ends: dict[str, float] = {}
-        """Work in progress -> deadline of its ticket (monotonic clock, seconds)."""
+        """Key of the work in progress -> deadline of its ticket (monotonic clock, seconds)."""
         self._changed = asyncio.Event()
         self._draining = False
         self._idle: set[asyncio.Timeout] = set()
-        """Waits in progress that ``drain`` ends: for tickets, and for policy versions."""
+        """Timeouts of the waits that ``drain`` ends: waits for tickets and for policy versions."""
         self.num_taken = 0
         """Number of tickets taken and not finished."""
         self.num_unbegun = 0
@@ -150,7 +150,7 @@ class TicketTaker:
 
     @asynccontextmanager
     async def _until_drained(self) -> AsyncIterator[None]:
-        """Raise TimeoutError from the block once ``drain`` is called."""
+        """Enclose a wait, which raises TimeoutError once ``drain`` is called."""
         async with asyncio.timeout(0.0 if self._draining else None) as wait:
             self._idle.add(wait)
             try:
@@ -272,10 +272,10 @@ class TicketTaker:
             await self._give_up(ticket, key, str(error))
 
     async def _publishes_again(self, ticket: Ticket, seq: int) -> bool:
-        """Ask the coordinator to publish a training ticket again, because each redelivery uses up one of MAX_DELIVER.
+        """Ask the coordinator to publish a training ticket again: a redelivery would count towards MAX_DELIVER.
 
         Returns:
-            False if it does not; the ticket must then be redelivered.
+            True if the coordinator publishes the ticket again; False if the ticket must be redelivered.
         """
         if ticket.purpose != "train":
             return False
@@ -289,7 +289,7 @@ class TicketTaker:
         return ack.ok
 
     async def _keep(self, delivery: Delivery, end: float) -> None:
-        """Extend the lease while work proceeds or waits, never past its deadline."""
+        """Extend the lease of a ticket while work proceeds or waits, but never past the deadline ``end``."""
         before: int | None = -1
         while time.monotonic() < end:
             await asyncio.sleep(ACK_WAIT_S / 4)

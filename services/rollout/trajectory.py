@@ -1,4 +1,6 @@
-"""An episode in progress: the policy's tokens and, masked, the observations between them. Token ids are only appended.
+"""An episode in progress: the policy's tokens, and observations between them, which its mask excludes from training.
+
+Token ids are only appended.
 
 Shapes: P = prompt tokens, N = tokens after them.
 """
@@ -55,7 +57,7 @@ class Episode:
         return sum(self.mask)
 
     def say(self, sample: Sample, text: str) -> None:
-        """Append a turn of the policy. The preceding observation belongs to the turn's first version, which read it."""
+        """Append a turn of the policy. The observation before it gets the turn's first version, which has read it."""
         self.finish = sample.finish
         self.num_turns += 1
         if not sample.token_ids:

@@ -1,8 +1,8 @@
-"""Process that tries out, before a job is submitted, the user code that rollout workers would import.
+"""Process that tries out the user code of a job, which rollout workers would import, before the job is submitted.
 
 The process calls the function that orders the data (`data.curriculum`) on the first row, and the redaction function on
-a text. The process only imports an engine, and the code in a model's directory. ``run_trial`` starts the process as
-``python -m penstock.services.rollout.trial FD PARENT``.
+a text. It imports an engine's class and the code in a model's directory, but creates no engine or model.
+``run_trial`` starts the process as ``python -m penstock.services.rollout.trial FD PARENT``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MODULE = "penstock.services.rollout.trial"
 TEXT = "My name is Ann Lee; write to ann@example.com or call +1 555 0100."
 """Text on which a redaction function is tried."""
 _ENGINE_WORDS = ("max_running", "stop_ids", "detokenize", "threads")
-"""Named arguments of an engine, after its files, its options and the settings."""
+"""Keyword arguments of an engine's class; its positional ones are the model files, the options and the settings."""
 
 
 def try_code(request: TrialRequest, attempts: Attempts) -> None:

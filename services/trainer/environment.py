@@ -14,7 +14,7 @@ __all__ = ["describe_environment", "environment_differences"]
 
 
 def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
-    """Return the pins of this process: library versions, CPU and thread count; on a GPU also the device."""
+    """Return library versions, CPU, thread count, ``dtype`` and ``device``; for a GPU also its name."""
     pins = {
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
@@ -32,7 +32,7 @@ def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
 
 @functools.cache
 def _cpu_model() -> str:
-    """Return the name of the CPU. Libraries choose their kernels by it, also among CPUs of one instruction set."""
+    """Return the name of the CPU. Libraries choose kernels by CPU model, even among CPUs of one instruction set."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -41,7 +41,7 @@ def _cpu_model() -> str:
 
 
 def environment_differences(saved: dict[str, str], current: dict[str, str]) -> list[str]:
-    """Return one line for each pin that differs. If the list is empty, a replay must give the same bits."""
+    """Return one line for each property that differs. If the list is empty, a replay must give the same bits."""
     keys = sorted(saved.keys() | current.keys())
     return [
         f"{key}: checkpoint '{saved.get(key, '')}', here '{current.get(key, '')}'"

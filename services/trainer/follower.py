@@ -13,15 +13,15 @@ from penstock.services.trainer.batch.inputs import BatchInputs, Untrainable
 from penstock.services.trainer.ranks.heartbeats import Ranks
 from penstock.services.trainer.ranks.orders import (
     Close,
-    Forget,
+    DiscardSnapshot,
     Leave,
     Load,
     Open,
     Order,
     Publish,
-    Recall,
-    Remember,
+    Restore,
     Save,
+    Snapshot,
     Train,
     WarmStart,
 )
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Carries out orders until rank 0 dismisses it. Rank 0 reports the errors that all ranks share."""
+    """Carries out the orders of rank 0, until dismissed. Only rank 0 reports the errors that all ranks share."""
 
     def __init__(self, bus: Bus, ranks: Ranks, checkpoints: Path) -> None:
         self._bus, self._ranks, self._root = bus, ranks, checkpoints
@@ -103,17 +103,17 @@ class Follower:
                 await self._held.load(Path(path))
             case Publish():
                 await self._held.gather_weights()
-            case Remember() | Recall() | Forget():
+            case Snapshot() | Restore() | DiscardSnapshot():
                 await self._keep_copy(order)
 
-    async def _keep_copy(self, order: Remember | Recall | Forget) -> None:
+    async def _keep_copy(self, order: Snapshot | Restore | DiscardSnapshot) -> None:
         match order:
-            case Remember():
-                await self._held.remember()
-            case Recall():
-                await self._held.recall()
-            case Forget():
-                self._held.forget()
+            case Snapshot():
+                await self._held.snapshot()
+            case Restore():
+                await self._held.restore()
+            case DiscardSnapshot():
+                self._held.discard_snapshot()
 
     async def _open(self, job: str, config: AnyTraining, simulator: EnvSpec | None) -> None:
         self._close()

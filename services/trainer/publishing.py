@@ -68,7 +68,10 @@ class Publishing:
         await self._put(self._job, manifest)
 
     async def newest(self) -> int:
-        """Return the newest version announced to engines, or -1. A trainer can end between announcement and report."""
+        """Return the newest version announced to engines, or -1.
+
+        The ledger may not have this version yet, because a trainer can end between announcement and report.
+        """
         keys = (self._job, subjects.candidate_manifest(self._job))
         known = [await self._known(key) for key in keys]
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
@@ -109,7 +112,10 @@ class Publishing:
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Stop serving weights, once no thread writes them; later versions are refused. Published manifests stay."""
+        """Wait until no thread writes weights, then stop serving them. Later calls of ``publish`` fail.
+
+        Published manifests stay on the bus.
+        """
         self._closed = True
         with self._writing:
             for publisher in (self._publisher, self._base_publisher):
@@ -154,7 +160,7 @@ class Publishing:
         return msgspec.structs.replace(manifest, base=learner.base_digest)
 
     def _open(self, learner: JobLearner) -> Publisher:
-        """Return the publisher of the policy. Raises WeightsError once this is closed."""
+        """Return the publisher of the policy. Raises WeightsError after ``close``."""
         if self._closed:
             raise WeightsError(f"this trainer no longer publishes weights of job '{self._job}'")
         if self._publisher is None:
@@ -163,7 +169,7 @@ class Publishing:
         return self._publisher
 
     def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: JobLearner) -> None:
-        """Publish the adapter's base weights if ``base`` yields any; engines cannot load these elsewhere."""
+        """Publish the adapter's base weights if ``base`` yields any; engines cannot load these from elsewhere."""
         first = next(base, None)
         if first is None:
             return

@@ -16,14 +16,14 @@ from penstock.services.trainer.learners.job_learner import JobLearner
 from penstock.services.trainer.ranks.heartbeats import Ranks, to_the_end
 from penstock.services.trainer.ranks.orders import (
     Close,
-    Forget,
+    DiscardSnapshot,
     Load,
     Open,
     Order,
     Publish,
-    Recall,
-    Remember,
+    Restore,
     Save,
+    Snapshot,
     Train,
     WarmStart,
 )
@@ -86,21 +86,21 @@ class RankGroup:
 
         return await self._order(Train(manifest), work)
 
-    async def remember(self) -> None:
-        """Keep a copy of the state in memory."""
-        await self._order(Remember(), self._replica.remember)
+    async def snapshot(self) -> None:
+        """Copy the training state in memory, for ``restore``."""
+        await self._order(Snapshot(), self._replica.snapshot)
 
-    async def recall(self) -> None:
-        """Restore the state from the copy that ``remember`` kept, and free the copy."""
-        await self._order(Recall(), self._replica.recall)
+    async def restore(self) -> None:
+        """Restore the training state from the copy that ``snapshot`` made, and free the copy."""
+        await self._order(Restore(), self._replica.restore)
 
-    async def forget(self) -> None:
-        """Free the copy that ``remember`` kept, if any."""
+    async def discard_snapshot(self) -> None:
+        """Free the copy that ``snapshot`` made, if there is one."""
 
         async def work() -> None:
-            self._replica.forget()
+            self._replica.discard_snapshot()
 
-        await self._order(Forget(), work)
+        await self._order(DiscardSnapshot(), work)
 
     async def publish(self, use: Callable[[JobLearner], T]) -> T:
         """Run ``use(learner)`` in rank 0's compute thread and return its result.

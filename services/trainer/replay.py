@@ -59,15 +59,15 @@ class Recorded:
     async def compare(self, near: Nearness, replica: Replica, number: int, metrics: Mapping[str, float]) -> list[str]:
         """Compare the replayed batch ``number`` with the records, and return the results as text.
 
-        The replica has the same state afterwards.
+        Loads a checkpoint of the original training if there is one after this batch; then restores the replica's state.
         """
         found = [near.gradient(_gradient_norm(metrics), self.gradient_norms.get(number))]
         if number in self.checkpoints:
             replayed = await replica.write(copy_weights)
-            await replica.remember()
+            await replica.snapshot()
             await replica.load(self.checkpoints[number])
             found.append(near.checkpoint(number, replayed, await replica.write(copy_weights)))
-            await replica.recall()
+            await replica.restore()
         return [text for text in found if text]
 
 
@@ -172,8 +172,8 @@ class Replay:
     def _bases(self, checkpoints: list[Checkpointed], from_batch: int | None, purged: int) -> list[Checkpointed]:
         """Return the checkpoints at which the replay can begin, the best first.
 
-        These are the checkpoints before ``from_batch``, newest first, or without it those with all later batches in
-        the log, oldest first.
+        With ``from_batch``, these are the checkpoints before that batch, newest first. Without it, these are the
+        checkpoints whose later batches are all in the log, oldest first; if there is none, the newest checkpoint.
 
         Args:
             purged: the last batch that lost groups to a purge.
@@ -187,7 +187,7 @@ class Replay:
         """Load the first of ``bases`` that can be loaded.
 
         Returns:
-            the loaded checkpoint, and the errors of those before it by number.
+            The loaded checkpoint, and by number the errors of the checkpoints that were tried before it.
 
         Raises:
             CheckpointError: no checkpoint can be loaded.

@@ -66,7 +66,7 @@ class Replica:
         self._votes: Collective = Alone() if world is None else world.votes
         self._collective: Collective = Alone()
         self._learner: JobLearner | None = None
-        self._remembered: LearnerState | None = None
+        self._snapshot: LearnerState | None = None
 
     @property
     def learner(self) -> JobLearner:
@@ -166,20 +166,20 @@ class Replica:
         metrics: dict[str, float] = await self._threads.compute(work)
         return metrics
 
-    async def remember(self) -> None:
-        """Keep a copy of the state in memory."""
-        self.forget()  # one copy at a time
-        self._remembered = await self._threads.compute(self.learner.state)
+    async def snapshot(self) -> None:
+        """Copy the training state in memory, for ``restore``."""
+        self.discard_snapshot()  # one copy at a time
+        self._snapshot = await self._threads.compute(self.learner.state)
 
-    async def recall(self) -> None:
-        """Restore the state from the copy that ``remember`` kept, and free the copy."""
-        assert self._remembered is not None, "nothing was remembered"
-        await self._threads.compute(partial(self.learner.load_state, self._remembered))
-        self.forget()
+    async def restore(self) -> None:
+        """Restore the training state from the copy that ``snapshot`` made, and free the copy."""
+        assert self._snapshot is not None, "no snapshot was taken"
+        await self._threads.compute(partial(self.learner.load_state, self._snapshot))
+        self.discard_snapshot()
 
-    def forget(self) -> None:
-        """Free the copy that ``remember`` kept, if any."""
-        self._remembered = None
+    def discard_snapshot(self) -> None:
+        """Free the copy that ``snapshot`` made, if there is one."""
+        self._snapshot = None
 
     async def gather_weights(self) -> None:
         """Take part in gathering the weights that rank 0 publishes."""
@@ -214,7 +214,7 @@ class Replica:
         """Write ``state`` in the disk thread, while training continues.
 
         Args:
-            meta: facts stored with the checkpoint; rank 0 only.
+            meta: metadata stored with the checkpoint; rank 0 only.
 
         Returns:
             Directory of the checkpoint on rank 0, else None.
@@ -233,7 +233,7 @@ class Replica:
 
     def close(self) -> None:
         """Free the models."""
-        self._learner = self._remembered = None
+        self._learner = self._snapshot = None
 
     # -- votes -------------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,8 @@ class Replica:
 
         Args:
             what: description of the work for logs and errors.
-            meets: whether ``work`` contains collectives, in which other ranks would wait for one that failed.
+            meets: whether ``work`` contains collectives. If it fails, the other ranks are then told at once, because
+                they may wait for this rank in a collective.
         """
 
         def voted() -> T:

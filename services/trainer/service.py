@@ -171,7 +171,7 @@ class TrainerService:
         if error is not None and ranks is not None and ranks.place.size > 1:
             # The other ranks may be anywhere in their orders: only a restart of all processes synchronizes them.
             if ranks.liveness is not None:
-                logger.error("job %s cannot go on: %s", job, ranks.liveness.story())
+                logger.error("job %s cannot go on: %s", job, ranks.liveness.describe())
             self._lose(error)
             await asyncio.Event().wait()  # until the process ends
         if error is not None:
@@ -179,7 +179,10 @@ class TrainerService:
         return session.leaves
 
     async def drain(self) -> None:
-        """Stop every session at its next step boundary, then dismiss the followers. A follower waits for ``Leave``."""
+        """Stop every session at its next step boundary, then dismiss the followers.
+
+        On a rank above 0, wait until rank 0 has dismissed this follower.
+        """
         self.ready = False
         if self._place.rank:
             await self._ended.wait()

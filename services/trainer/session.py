@@ -73,7 +73,8 @@ async def is_wanted(bus: Bus, job: str) -> bool:
 RESTART_S = 0.5
 RESUMED_POLL_S = 1.0
 TURN_LEASES = 4
-"""Number of lease lengths after which a job that waits for its lease yields the ranks to other jobs."""
+"""Lease lengths that a job waits for its lease before it yields the ranks to other jobs. A trainer that cannot open a
+job waits as long before it tries again."""
 
 
 class TrainerSession:
@@ -111,7 +112,7 @@ class TrainerSession:
         self._epoch = 0
         self._draining = False
         self._leaving = ""
-        """Reason of ``leave``; empty: no checkpoint is due at the end."""
+        """Reason passed to ``leave``; empty: the session takes no checkpoint when it ends."""
         self._unopened = ""
         """Error that prevents opening the job here; empty if none."""
         self._going_back = ""
@@ -294,10 +295,11 @@ class TrainerSession:
         await self._train_batch(manifest)
 
     async def _publish_again(self, lost: WeightManifest) -> None:
-        """Publish the current version again, because a worker cannot open ``lost``.
+        """Publish the current version again, because a worker cannot open the weights that ``lost`` describes.
 
         Raises:
-            Fenced: ``lost`` is another version or an adapter, so the session must start over from a checkpoint.
+            Fenced: ``lost`` is not of the current version, or is an adapter, so the session must start over from a
+                checkpoint.
         """
         self._lost, progress = None, self.progress
         await self._reporter.settled()

@@ -39,7 +39,7 @@ class Start:
         self._rank_group, self._publishing, self._reporter = rank_group, publishing, reporter
         self._progress, self._epoch, self._wait, self._data_dir = progress, epoch, wait, data_dir
         self.damaged = False
-        """True if the newest checkpoint could not be read and an older one was."""
+        """True if an older checkpoint was loaded because the newest one could not be read."""
 
     async def begin(self) -> None:
         """Run the warm start, if there is one, and publish version 0. The caller takes the checkpoint."""
@@ -66,7 +66,7 @@ class Start:
         progress.batch = await self._load(start)
         start["batches"] = [row for row in (*start.get("earlier", ()), *start["batches"]) if row[0] > progress.batch]
         await self._repeat(start)
-        await self._rank_group.forget()
+        await self._rank_group.discard_snapshot()
         # The batches of this lineage may end earlier: a fork dropped the last ones, and their numbers are not reused.
         progress.batch, progress.version = start["last_trained"], start["version"]
         manifest = await self._publishing.publish(self._rank_group, version=progress.version, epoch=self._epoch)
@@ -76,10 +76,10 @@ class Start:
         await self._publishing.announce(manifest)
 
     async def _load(self, start: dict[str, Any]) -> int:
-        """Load the checkpoint, or the newest readable one before it. Return its number.
+        """Load the checkpoint in ``start``, or the newest readable one before it. Return the number of the loaded one.
 
-        If a user wants to roll back to a checkpoint that is unreadable, the rollback is dropped (Fenced) and the job
-        continues.
+        If a user asked for a rollback to an unreadable checkpoint, the coordinator drops the rollback, and this raises
+        Fenced.
         """
         first: CheckpointError | None = None
         for checkpoint in (start["checkpoint"], *start.get("older", ())):
@@ -119,8 +119,8 @@ class Start:
     async def _repeat(self, start: dict[str, Any]) -> None:
         """Train again the batches after the checkpoint and compare their digests with the ledger.
 
-        If engines serve one of these versions, the version is published on the way. If the coordinator requests a
-        rollback, the lineage forks after the batch to which it rolls back.
+        If engines serve a version older than the last, it is published again as soon as training reaches it. If the
+        coordinator requests a rollback to an earlier batch, training stops after that batch, and the lineage forks.
         """
         manifests = await read_manifests(self._bus, self._job)
         served, rollback = start.get("served"), start.get("rollback")
@@ -135,7 +135,7 @@ class Start:
             self._wait(
                 f"batch {number} of {start['last_trained']} to be repeated after a restart", subjects.batches(self._job)
             )
-            await self._rank_group.remember()
+            await self._rank_group.snapshot()
             try:
                 await self._rank_group.train(manifests[number, revision])
             except (KeyError, Untrainable) as error:
@@ -143,12 +143,12 @@ class Start:
                 await self._fork(number, start, f"inputs of batch {number} are gone: {error}", bad=bad)
                 return
             except (ProtocolError, NonFiniteStep) as error:
-                await self._rank_group.recall()
+                await self._rank_group.restore()
                 await self._fork(number, start, f"batch {number} cannot be trained again: {error}")
                 return
             again = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)
             if again.digest != digest:
-                await self._rank_group.recall()
+                await self._rank_group.restore()
                 await self._fork(number, start, f"batch {number} gave another weight digest than before")
                 return
             self._progress.batch = number
@@ -160,7 +160,8 @@ class Start:
 
         Args:
             bad: draws of the batch whose groups are gone; the coordinator knows which of them a deletion removed.
-            rollback: batch to which the coordinator wanted to roll back; it refuses the fork if it no longer wants to.
+            rollback: batch of the rollback that the coordinator requested, if any. The coordinator refuses the fork if
+                it no longer wants the rollback.
         """
         version = max(start["version"], await self._publishing.newest()) + 1
         manifest = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)

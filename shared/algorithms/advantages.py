@@ -66,8 +66,8 @@ def remax_advantages(rewards_B: Tensor, baselines_B: Tensor, valid_B: Tensor) ->
 def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, lengths_B: Tensor) -> Tensor:
     """Subtract the mean of the group, then whiten over the batch (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    With ``a = r - mean_group`` it is ``A = (a - mean) / sqrt(var + 1e-8)``. Mean and variance are over all scored
-    tokens of the batch; each token counts with the ``a`` of its trajectory.
+    With ``a = r - mean_group`` the advantage is ``A = (a - mean) / sqrt(var + 1e-8)``. Mean and variance are taken over
+    all scored tokens of the batch, where each token has the ``a`` of its trajectory.
 
     Args:
         lengths_B: scored tokens of each trajectory.

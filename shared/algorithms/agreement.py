@@ -13,7 +13,7 @@ NOTHING: Paired = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, float]]) -> dict[str, Paired]:
-    """Return the sums by rater: those in ``known``, with the ``(rater, x, y)`` pairs added."""
+    """Return a copy of ``known``, the sums by rater, to which the ratings ``(rater, x, y)`` in ``pairs`` are added."""
     found = dict(known)
     for rater, x, y in pairs:
         n, sx, sy, sxx, syy, sxy = found.get(rater, NOTHING)
@@ -24,8 +24,8 @@ def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, flo
 def concordance(paired: Paired) -> float:
     """Return Lin's concordance correlation, ``2 s_xy / (s_x² + s_y² + (x̄ - ȳ)²)`` (Biometrics 45, 1989), in [-1, 1].
 
-    For binary ratings it equals Cohen's kappa. It is 0 if both raters always gave the same single value, which is no
-    evidence.
+    For binary ratings it equals Cohen's kappa. It is 0 if both raters always gave the same single value, which
+    is no evidence of agreement.
     """
     n, sx, sy, sxx, syy, sxy = paired
     if n == 0:

@@ -32,7 +32,7 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
 
 
 def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
-    """Return the values after a batch of the buckets that occur in it; ``sums`` is the result of ``sums_of``.
+    """Add ``sums``, the ``sums_of`` of a batch, to the decayed sums in ``tracked``; return the sums that changed.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
     policy gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep ·
@@ -51,7 +51,8 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
 def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None:
     """Return the mean of ``rewards`` without the ones in ``own`` (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
 
-    ``rewards`` includes ``own``; None if it has no others. The sum is rounded once, so that the order has no influence.
+    ``rewards`` must include ``own``; the result is None if nothing else is in it. The sum is rounded once, so that the
+    order of ``rewards`` has no influence.
     """
     others = len(rewards) - len(own)
     return math.fsum((*rewards, *(-reward for reward in own))) / others if others else None

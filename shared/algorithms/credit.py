@@ -34,8 +34,8 @@ class Turns:
 def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
     """Return the whole reward of each trajectory at its last *scored* token, 0 elsewhere, [T].
 
-    If a trajectory ends with an observation, that token precedes the observation; the reward of a trajectory without a
-    scored token is lost.
+    If a trajectory ends with an observation, its last scored token is the one before the observation. The reward of a
+    trajectory without a scored token is lost.
     """
     scored_T = mask_T.bool()
     sequence_T = sequence_of(cu_seqlens_B1)

@@ -62,7 +62,8 @@ def decoupled_loss(
     tying the trust region to the policy that sampled it.
 
     Args:
-        proximal_logprobs_M: log-probs of the policy that the update must stay near, usually the one at its start.
+        proximal_logprobs_M: log-probs of the policy that the update must stay near, usually the policy before the
+            update.
         high: bound of the importance weight.
         Others as ``policy_loss.clipped_ratio_loss``.
     """

@@ -41,7 +41,7 @@ def k3(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
 
 
 def kl_estimate(estimator: KLEstimator, logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
-    """Return the KL at each token by the estimator of this name, [M]."""
+    """Return the KL at each token, computed by the function named ``estimator``, [M]."""
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs_M, reference_logprobs_M)
 
 

@@ -13,7 +13,8 @@ __all__ = ["overlong_filter", "soft_overlong_punishment"]
 def overlong_filter(truncated_B: Tensor) -> Tensor:
     """Return a mask of the trajectories that the loss and its denominators count, bool [B]: True if not truncated.
 
-    The reward of a truncated completion is no evidence about its end. Group statistics still count this reward.
+    The reward of a truncated completion does not show how good the complete one would have been. Group statistics
+    still count this reward.
     """
     return ~truncated_B.bool()
 

@@ -1,7 +1,7 @@
 """Policy-gradient losses per token; aggregation is a separate step.
 
-``behaviour_logprobs_M`` is always the denominator of the ratio: the log-probs of the policy that sampled the tokens, or
-recomputed ones, whose difference from the sampler's ``importance`` corrects.
+``behaviour_logprobs_M`` is always the denominator of the ratio. It has the log-probs that the sampler reported, or
+log-probs that the trainer recomputed; module ``importance`` corrects the difference between the two.
 
 Shape legend: M = scored tokens.
 """
@@ -33,7 +33,7 @@ class PolicyLoss:
 
     Attributes:
         loss_M: differentiable in the log-probs.
-        ratio_M: pi / pi_behaviour, detached; per sequence for sequence ratios.
+        ratio_M: pi / pi_behaviour of the token (of its whole sequence, in losses with sequence ratios), detached.
         clipped_low_M: bool, the lower bound was active (it removed the gradient, or raised the weight).
         clipped_high_M: bool, the upper bound was active (it removed the gradient, or lowered the weight).
     """
@@ -65,7 +65,7 @@ def clipped_ratio_loss(
 ) -> PolicyLoss:
     """``max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` (PPO, arXiv 1707.06347, eq. 7; as a loss).
 
-    Different bounds are "clip-higher" (DAPO, arXiv 2503.14476, §3.1). At ratio 1 the gradient is that of ``-A log pi``.
+    Unequal bounds are "clip-higher" (DAPO, arXiv 2503.14476, §3.1). At ratio 1 the gradient is that of ``-A log pi``.
 
     Args:
         logprobs_M: log-probs by the policy being trained; they carry the gradient.

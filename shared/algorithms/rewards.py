@@ -1,4 +1,4 @@
-"""Transformation of rewards before advantages: normalise, scale, clip, subtract the KL of each token.
+"""Transformation of rewards before advantages are computed: normalise, scale, clip, subtract the KL of each token.
 
 Shape legend: B = trajectories, T = tokens of all trajectories.
 """
@@ -19,7 +19,7 @@ def normalise_rewards(rewards_B: Tensor, seen: Moments) -> Tensor:
     """``(r - mean) / sqrt(variance + 1e-8)``, float32 [B].
 
     Args:
-        seen: moments of all rewards of the run, including these; accumulated by the caller.
+        seen: moments of all rewards of the run, ``rewards_B`` included; the caller accumulates them.
     """
     return ((rewards_B.double() - seen.mean) / math.sqrt(seen.variance + VARIANCE_EPSILON)).float()
 

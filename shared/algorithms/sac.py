@@ -27,7 +27,7 @@ def sac_targets(
     """``y = r + gamma · (1 - terminated) · (min_c Q_target(s', a') - alpha · log pi(a'|s'))``, [B], without gradient.
 
     Args:
-        terminated_B: bool, the state after the action ends the task. A truncated transition is not terminated: its
+        terminated_B: bool, True if the next state ends the task. A truncated transition is not terminated: its
             future value counts.
         next_target_values_CB: values by the target critics at an action newly sampled from the policy in the next
             state.

@@ -37,8 +37,8 @@ def sequence_sum(values_M: Tensor, rows_M: Tensor) -> Tensor:
 def discounted_suffix_sums(values_N: Tensor, sequence_N: Tensor, *, decay: float) -> Tensor:
     """``s_t = v_t + decay · s_{t+1}`` within each sequence, float64 [N].
 
-    Doubling: after round k every element holds the first 2^k terms of its sum, so a sequence of L takes log2(L) rounds
-    over the whole array instead of L steps.
+    Doubling: after round k every element holds the first 2^k terms of its sum, so a sequence of L elements takes
+    log2(L) rounds over the whole array instead of L steps.
 
     Args:
         sequence_N: number of the sequence of each element; elements of a sequence are adjacent.

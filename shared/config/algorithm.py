@@ -151,7 +151,7 @@ class _Rewarded(StrictModel):
 class _CriticFree(_Algorithm):
     @property
     def critic(self) -> CriticConfig | None:
-        """None: the algorithm has no learned baseline."""
+        """Always None: the algorithm has no learned baseline."""
         return None
 
 
@@ -163,7 +163,7 @@ class _Alone(_CriticFree):
 
     @property
     def dynamic_sampling(self) -> DynamicSampling | None:
-        """None: groups with equal rewards still carry signal."""
+        """Always None: no group is replaced, because groups with equal rewards still carry signal."""
         return None
 
 
@@ -237,14 +237,14 @@ class ValueTracker(StrictModel):
     keep: float = Field(0.9, gt=0, le=1)
     """Decay: fraction of the accumulated rewards kept after each batch."""
     value: float = 0.0
-    """Prior mean: expected reward before any was seen."""
+    """Prior mean: expected reward before any answer was rewarded."""
     weight: float = Field(8.0, gt=0)
     """Prior strength, in rewards: a kind of prompt starts as if it had seen this many rewards equal to the overall
     mean; the overall mean starts as if it had seen this many rewards equal to `value`."""
     siblings: bool = False
-    """Compare answers of one batch that belong to the same request (`n` > 1) or to the same `group_id` of their key
-    with each other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740), other turns of
-    the same episode excluded."""
+    """Compare answers of one batch with each other if they belong to the same request (`n` > 1), or have the same
+    `group_id` and API key. The baseline of such an answer is the mean reward of the others (RLOO, arXiv 2402.14740);
+    other turns of the answer's own episode do not count."""
 
     @model_validator(mode="after")
     def _buckets_have_a_tag(self) -> ValueTracker:
@@ -311,7 +311,7 @@ class PPOConfig(_Algorithm, _Rewarded):
 
     @property
     def dynamic_sampling(self) -> DynamicSampling | None:
-        """None: groups with equal rewards still carry signal."""
+        """Always None: no group is replaced, because groups with equal rewards still carry signal."""
         return None
 
 
@@ -369,12 +369,12 @@ class DistillationConfig(_Alone):
 
     @property
     def shaping(self) -> RewardShaping:
-        """Identity: rewards are only measured."""
+        """Always the identity, because rewards are measured but not trained on."""
         return RewardShaping()
 
     @property
     def overlong_punishment(self) -> OverlongPunishment | None:
-        """None: rewards are only measured."""
+        """Always None, because rewards are measured but not trained on."""
         return None
 
 

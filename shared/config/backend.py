@@ -19,7 +19,7 @@ class LocalConfig(StrictModel):
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the model together and train on the same groups."""
+        """Number of ranks that share one copy of the model: always 1."""
         return 1
 
 
@@ -53,8 +53,8 @@ class FSDPConfig(StrictModel):
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the model together and train on the same groups: 1, each rank trains its own
-        groups."""
+        """Number of ranks that train on the same groups: always 1, because with FSDP each rank trains on groups of its
+        own."""
         return 1
 
 
@@ -71,17 +71,19 @@ class MegatronConfig(StrictModel):
     """Ranks over which attention heads, MLP columns and the vocabulary are sharded; must divide the number of
     key/value heads of the model."""
     sequence_parallel: bool = False
-    """Split tokens over the tensor-parallel ranks between attention and MLP, which saves activation memory."""
+    """Outside of attention and MLP, split the tokens over the tensor-parallel ranks, which saves activation memory."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks over which the tokens of a microbatch are split; for long sequences. Attention exchanges tokens for
-    heads, so tensor_parallel x context_parallel must divide the number of key/value heads of the model."""
+    """Ranks over which the tokens of a microbatch are split; for long sequences. During attention a rank has all
+    tokens but only some of the heads, so tensor_parallel x context_parallel must divide the number of key/value heads
+    of the model."""
     pipeline_parallel: int = Field(1, ge=1)
     """Pipeline stages, each with the same number of layers; must divide the number of layers. The microbatches of an
     optimizer step pass through the stages in a pipeline, which needs several per stage to keep all stages busy: see
     `train.max_tokens_per_microbatch`."""
     expert_parallel: int = Field(1, ge=1)
-    """Context- and data-parallel ranks over which the experts of a layer are distributed; must divide the number of
-    experts and the number of those ranks. The ranks exchange tokens; each of them holds all other weights whole."""
+    """Number of ranks over which the experts of a layer are distributed. Must divide the number of experts, and
+    context_parallel x the number of data-parallel ranks. The ranks exchange tokens. Weights other than experts
+    are not distributed over them."""
     activation_checkpointing: bool = False
     """Activation checkpointing: keep only the inputs of each layer for the backward pass and recompute the rest."""
 
@@ -92,7 +94,7 @@ class MegatronConfig(StrictModel):
         return self
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ValueError if ``model`` cannot be trained with this backend, as far as the job file alone tells."""
+        """Raise ValueError if the job file alone shows that this backend cannot train ``model``."""
         if model.lora is not None:
             raise ValueError("backend 'megatron' has no adapters: use backend.type local for model.lora")
         if model.config is None:
@@ -128,12 +130,12 @@ class MegatronConfig(StrictModel):
 
     @property
     def sharing_heads(self) -> int:
-        """Ranks that compute attention over the same sequences, each for some of the heads."""
+        """Number of ranks that compute attention over the same sequences, each for some of the heads."""
         return self.tensor_parallel * self.context_parallel
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the model together and train on the same groups."""
+        """Number of ranks that share one copy of the model and train on the same groups."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
 

@@ -23,8 +23,8 @@ M = TypeVar("M", bound="StrictModel")
 Names = Literal["code", "file"]
 _FUNCTION = Field(pattern=r"^[A-Za-z_][\w.]*(@[0-9a-f]{64})?:[A-Za-z_]\w*$")
 CodeName = Annotated[str, _FUNCTION, "code"]
-"""Code that a service imports, `package.module:function`, or code of an uploaded file, `name@SHA256:function`; the
-client makes the latter from `./name.py:function`."""
+"""Code that a service imports, `package.module:function`, or code of an uploaded file, `name@SHA256:function`. The
+client uploads the file of `./name.py:function` and replaces the name by the second form."""
 OptionalCodeName = Annotated[str | None, _FUNCTION, "code"]
 FileName = Annotated[str, "file"]
 """Path that a service reads, or an id on a hub."""
@@ -32,8 +32,8 @@ OptionalFileName = Annotated[str | None, "file"]
 
 
 def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ``(dotted key, value)`` of every field of ``model`` and its sections that is set and names ``what``: code
-    or a file."""
+    """Yield ``(dotted key, value)`` for each set field of ``model`` and its sections that names code (``what`` =
+    "code") or a file (``what`` = "file"). The keys begin with ``where``."""
     for key, field in type(model).model_fields.items():
         value = getattr(model, key)
         if isinstance(value, str) and what in field.metadata:
@@ -81,10 +81,12 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Check a mapping, and expand merge keys: own keys override merged ones, and earlier mappings later ones.
 
-        Not left to PyYAML, whose versions disagree: in 6.0.4 a later mapping of a list overrides an earlier one.
+        This replaces PyYAML's own merge, because its versions disagree: in 6.0.4 a later mapping of a list overrides an
+        earlier one.
 
         Raises:
-            yaml.MarkedYAMLError: the mapping has a key twice (the message names both lines), or merges no mapping.
+            yaml.MarkedYAMLError: the mapping has a key twice (the message names both lines), or a merge key whose value
+                is not a mapping.
         """
         if id(node) in self._seen:
             return
@@ -109,7 +111,7 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
 
 
 def _identity(key: yaml.Node) -> tuple[str, str] | int:
-    """Return a key that is equal for scalar nodes with the same tag and text; any other node equals only itself."""
+    """Return a dictionary key for a node: equal for scalar nodes of the same tag and text, else unique to the node."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 

@@ -25,12 +25,12 @@ class AdaptiveKL(StrictModel):
     target: float = Field(gt=0)
     """Target KL per sequence, in nats."""
     horizon: float = Field(10_000, gt=0)
-    """Sequences after which a relative error of 20 % has changed the coefficient by about 20 %."""
+    """Number of sequences after which a relative error of 20 % has changed the coefficient by about 20 %."""
 
 
 class KLConfig(StrictModel):
-    """Penalty KL(policy || reference). The reference is the policy at version 0 or at its last reset, or another
-    model."""
+    """Penalty KL(policy || reference). The reference is the policy at version 0, the policy at the last reset of the
+    reference, or another model."""
 
     coef: float = Field(gt=0)
     """Weight of the KL; with `adaptive`, its initial value."""

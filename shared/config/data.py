@@ -88,8 +88,8 @@ class SortingSource(_AnySource):
     max_items: int = Field(64, ge=1, le=64)
     """Most symbols of a problem."""
     astray: float = Field(0.0, ge=0, le=1)
-    """Fraction of rows with a corrupted answer: from a random position on, random symbols follow, up to 63 in all.
-    For a warm start on imperfect demonstrations; not usable as reference answers."""
+    """Fraction of rows with a corrupted answer: from a random position on it has random symbols, and ends after at most
+    63 symbols. For a warm start on imperfect demonstrations; not usable as reference answers."""
     rambling: float = Field(0.0, ge=0, le=1)
     """Fraction of rows, beside the corrupted ones, whose answer is all 64 symbols in reverse order. For a warm start
     on two styles, one of which needs more tokens than `max_new_tokens` allows."""
@@ -158,11 +158,11 @@ class PromptConfig(StrictModel):
     answer: str | None = "{answer}"
     """Format string of the reference answer; null if the scorers need no answer."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Passed to `apply_chat_template`, for example `enable_thinking: false`."""
+    """Arguments passed to `apply_chat_template`, for example `enable_thinking: false`."""
     add_bos: bool | None = None
-    """Prepend the beginning-of-sequence token to a plain prompt; null: as the tokenizer does for a text."""
+    """Prepend the beginning-of-sequence token to a plain prompt; null: only if the tokenizer does so for a text."""
     max_tokens: int = Field(256, ge=1)
-    """Longest prompt in tokens. The draw of a longer one ends as `dropped(prompt_too_long)` and is counted."""
+    """Longest prompt in tokens. A draw with a longer prompt ends as `dropped(prompt_too_long)` and is counted."""
 
     @model_validator(mode="after")
     def _one_kind_of_chat(self) -> PromptConfig:

@@ -53,7 +53,7 @@ class ImageConfig(StrictModel):
 
     @property
     def picture(self) -> Picture:
-        """Request for this observation, as the env service reads it."""
+        """The same settings in the form in which a request for a session carries them to the env service."""
         return Picture(height=self.height, width=self.width, grey=self.grey, frames=self.frames)
 
 
@@ -72,7 +72,7 @@ class SimulatorBase(StrictModel):
     horizon: int = Field(ge=1)
     """Steps after which an episode is truncated; the value of the final observation still counts."""
     num_envs: int = Field(8, ge=1, le=4096)
-    """Environments of each session that a rollout worker opens; each runs one episode at a time."""
+    """Number of environments in each session that a rollout worker opens; each plays one episode at a time."""
     num_processes: int = Field(1, ge=1)
     """Child processes over which the environments of a session are distributed."""
     step_limit_s: float = Field(60.0, gt=0)
@@ -214,7 +214,7 @@ class _Alone(_EpisodeAlgorithm):
 
     @property
     def dynamic_sampling(self) -> DynamicSampling | None:
-        """None: an episode carries signal without others."""
+        """Always None: no group is replaced, because an episode carries signal without others to compare it with."""
         return None
 
 
@@ -340,14 +340,14 @@ class EpisodeEvaluationConfig(StrictModel):
     first_reset_id: int = Field(1_000_000, ge=0)
     """First held-out reset id; training never draws held-out ids."""
     every: int = Field(0, ge=0)
-    """Policy updates between evaluations; 0: only as at_start and at_end say."""
+    """Policy updates between evaluations; 0: evaluate only where at_start and at_end require it."""
     at_start: bool = True
     """Evaluate version 0."""
     at_end: bool = True
     """Evaluate the final version."""
     videos: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = 0
-    """Held-out episodes that each evaluation replays and films, in parallel with training; the job is rejected if no
-    env worker can render. `auto`: one, or none if no env worker can render."""
+    """Number of held-out episodes that each evaluation replays and films, in parallel with training; the job is
+    rejected if no env worker can render. `auto`: one, or none if no env worker can render."""
     environment: SimulatorBase | None = None
     """Another simulator for held-out episodes, such as the real one if training uses a world model; its actions, and
     the observations that the policy reads, must be those of the section `environment`. null: the simulator of that
@@ -382,7 +382,7 @@ class EpisodeEvaluationConfig(StrictModel):
 
     @property
     def sampling(self) -> None:
-        """None: held-out episodes use the policy's mean actions."""
+        """Always None: held-out episodes use the policy's mean actions."""
 
     @property
     def metrics(self) -> list[str]:
@@ -390,5 +390,5 @@ class EpisodeEvaluationConfig(StrictModel):
         return ["eval/return", "eval/success", "eval/length"]
 
     def metrics_of(self, sources: Sequence[str]) -> list[str]:
-        """Return the metric names, none if the evaluation is disabled; there is one source, the simulator."""
+        """Return the names of the metrics of this evaluation; [] without sources, or if the evaluation is disabled."""
         return self.metrics if sources and self.episodes else []

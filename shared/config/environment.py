@@ -42,7 +42,7 @@ class CallFormat(StrictModel):
     """A turn continues to an end-of-sequence token and may contain several calls, which run concurrently; false: it
     ends with its first call."""
     max_calls: int = Field(8, ge=1, le=64)
-    """Largest number of calls per turn; if a turn has more, none is executed and the policy is told."""
+    """Largest number of calls per turn; if a turn has more, none is executed and the policy reads an error."""
 
     @model_validator(mode="after")
     def _markers_differ(self) -> CallFormat:
@@ -88,8 +88,8 @@ class EpisodeConfig(StrictModel):
     """Idle time (seconds) after which an env worker discards the state of an episode; an episode that continues
     later is restarted, as if its env worker had died (`restarts`)."""
     restarts: int = Field(1, ge=0, le=8)
-    """Restarts of an episode, from its first turn, after its env worker died and its state was lost; after that many
-    the episode fails."""
+    """Largest number of restarts of an episode. An episode whose env worker died begins again with its first turn,
+    because its state is lost; it fails if no restart is left."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -118,7 +118,7 @@ class EnvironmentConfig(EpisodeConfig):
     on_tool_failure: Literal["fail", "observe"] = "fail"
     """Handling of a tool that raises or times out. `fail`: the trajectory fails, is counted and never trained on;
     `observe`: the policy reads the error. Mistakes of the policy (a wrong expression, a program that raises) are
-    always observations. If the object of a `method` is lost with its process, the trajectory always fails."""
+    always observations. The trajectory always fails if the process with the object of a tool of type `method` ends."""
     scored: Literal["answer", "transcript"] = "answer"
     """Text that scorers see as the completion: `answer`, the last turn; `transcript`, everything after the prompt."""
 
@@ -182,7 +182,7 @@ class VerifiersConfig(EpisodeConfig):
     type: Literal["verifiers"] = "verifiers"
     """Kind of environment."""
     env: dict[str, Any]
-    """Configuration of the environment in the library's format, with at least `taskset: {id: ...}`. Roles without a
+    """Configuration of the environment in the library's format, with at least `taskset: {id: ...}`. Agents without a
     harness and runtime get the harness `penstock-chat`, which calls tools and needs no program of its own, and the
     runtime `subprocess`."""
     python: Annotated[str | None, "code"] = Field(None, pattern=r"^/")
@@ -191,7 +191,7 @@ class VerifiersConfig(EpisodeConfig):
     max_episodes: int = Field(32, ge=1, le=1024)
     """Concurrent episodes of one env worker; others wait."""
     step_timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Time limit of the environment to begin an episode, to answer a turn, or to score the episode (seconds)."""
+    """Time limit of each step of the environment (seconds): begin an episode, answer a turn, or score the episode."""
 
     @field_validator("env")
     @classmethod
@@ -236,8 +236,8 @@ def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | Non
 
 
 def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: str = "sampling") -> str:
-    """Return the keys that bound the length of a completion, for error messages; with their values if there are
-    several."""
+    """Return a text for error messages that names the keys which bound the length of a completion, with their values
+    if there are several keys."""
     if environment is None:
         return f"{key}.max_new_tokens"
     turns = environment.max_turns - 1
@@ -250,8 +250,8 @@ def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: st
 def check_completions(
     model: ModelConfig, key: str, sampling: SamplingConfig, environment: EpisodeConfig | None
 ) -> None:
-    """Raise ValueError if completions do not fit into the model or into turns; ``key`` is the section of
-    ``sampling``."""
+    """Raise ValueError if the model is too short for the completions, or if an environment excludes a setting of
+    ``sampling``. ``key`` is the name of the section ``sampling`` in the job file."""
     if environment is not None and sampling.min_new_tokens:
         raise ValueError(f"{key}.min_new_tokens: a turn ends with its call; leave it out")
     if environment is not None and sampling.ignore_eos:

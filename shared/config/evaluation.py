@@ -43,18 +43,18 @@ class MeasureConfig(StrictModel):
         return [*greedy, *sampled, *(f"eval/pass@{k}" for k in self.pass_k)]
 
     def metrics_of(self, sources: Sequence[str]) -> list[str]:
-        """Return the names of the metrics over prompts of ``sources``; with several sources also one name per
-        source."""
+        """Return the names of the metrics over all prompts; with several ``sources`` also those of each source, such as
+        `eval/greedy/NAME`."""
         several = sources if len(sources) > 1 else ()
         metrics = self.metrics if sources else []
         return metrics + [f"{metric}/{source}" for source in several for metric in metrics]
 
 
 class EvaluationConfig(MeasureConfig):
-    """Held-out evaluation at an exact version: no batch is sealed past a version that is still being evaluated."""
+    """Held-out evaluation at an exact version; the next policy update begins only after the evaluation has ended."""
 
     every: int = Field(0, ge=0)
-    """Policy updates between evaluations; 0: only as at_start and at_end say."""
+    """Policy updates between evaluations; 0: evaluate only where at_start and at_end require it."""
     at_start: bool = True
     """Evaluate version 0."""
     at_end: bool = True

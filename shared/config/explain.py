@@ -54,7 +54,7 @@ def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
 
 
 def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
-    """Describe an unknown key, and suggest known ones: the same name one section deeper, or else a similar name."""
+    """Describe an unknown key; suggest the same key one section deeper, a similar key, or else all valid keys."""
     kinds = _walk(model, loc[:-1])[1]
     names = sorted({name for kind in kinds if _is_model(kind) for name in kind.model_fields})
     near = _deeper(kinds, str(loc[-1])) or difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)
@@ -65,15 +65,19 @@ def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
 
 
 def _deeper(kinds: Iterable[Any], key: str) -> list[str]:
-    """Return ``section.key`` of each section that has a key of this name."""
+    """Return ``section.key`` for each section of the types ``kinds`` that has the key ``key``."""
     fields = [item for kind in kinds if _is_model(kind) for item in kind.model_fields.items()]
     sections = [(name, inner) for name, field in fields for inner in _members(field.annotation) if _is_model(inner)]
     return list(dict.fromkeys(f"{name}.{key}" for name, inner in sections if key in inner.model_fields))
 
 
 def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], list[Any], bool]:
-    """Return the document's keys in ``loc``, the types allowed at their end, and True if pydantic chose among union
-    members."""
+    """Follow the path ``loc`` of a pydantic error from ``model`` on.
+
+    Returns:
+        The parts of ``loc`` that are keys of the document, the types allowed at the end of the path, and True if the
+        last part of ``loc`` is the name of a union member.
+    """
     keys: list[str] = []
     kinds: list[Any] = [model]
     in_union = False
@@ -92,7 +96,7 @@ def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], 
 
 
 def _inside(kind: Any, part: int | str) -> list[Any]:
-    """Return the types allowed at ``part`` of a value of type ``kind``."""
+    """Return the types allowed at the key or index ``part`` of a value of type ``kind``."""
     if _is_model(kind):
         field = kind.model_fields.get(part)
         return [] if field is None else _members(field.annotation)

@@ -23,7 +23,7 @@ class EarlyStopConfig(StrictModel):
     mode: Literal["max", "min"] = "max"
     """`max` if larger is better, `min` if smaller is better."""
     window: int = Field(1, ge=1)
-    """Moving average: the mean of this many newest values is judged, once that many exist."""
+    """Moving average: number of newest values whose mean is compared; nothing is compared while there are fewer."""
     goal: float | None = None
     """Stop once the metric is at least (mode `min`: at most) this; null: no goal."""
     patience: int | None = Field(None, ge=1)
@@ -44,8 +44,8 @@ class KeepBestConfig(StrictModel):
     """Best checkpoint: request a checkpoint whenever a metric has a new best, and keep the best one beside the newest.
 
     The checkpoint of an evaluation has exactly the weights that were evaluated. When the metric of an update is known,
-    the next update may already have begun: the checkpoint for an update is the first one made after it. An evaluation
-    that misses prompts (`eval/missing` above 0) is never the best.
+    the next update may already have begun, so the checkpoint for an update is the first one written after it. An
+    evaluation that misses prompts (`eval/missing` above 0) is never the best.
     """
 
     metric: str

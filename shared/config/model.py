@@ -65,7 +65,7 @@ REFERENCE = "job:"
 """Prefix of a model path that refers to a checkpoint of a job."""
 MAX_MODEL_FILES = 256
 MODEL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.(json|safetensors|jinja|txt|model)", re.ASCII)
-"""Names of the files of an uploaded model: neither code nor pickles, and nothing outside of its folder."""
+"""Pattern of the file names allowed in an uploaded model. It excludes code, pickles, and paths out of the folder."""
 CHECKPOINT_NAMES = ("initial", "latest", "newest", "final", "best")
 """Checkpoints of a job that have a name beside their number."""
 _REFERENCE = re.compile(r"job:([A-Za-z0-9][A-Za-z0-9._-]{0,62})@((?:step:)?[A-Za-z0-9_]{1,32})", re.ASCII)
@@ -148,7 +148,7 @@ class ModelConfig(StrictModel):
     """Compute the logits of a bfloat16 model in float32, in trainer and sampler: keeps the precision of
     probabilities close to 1. Costs a float32 copy of the head's weights in each forward pass."""
     trust_remote_code: bool = False
-    """Passed to transformers; executes code of the model directory."""
+    """Allow the library transformers to execute code of the model directory."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights; null: train all weights."""
     moe: MoEConfig | None = None
@@ -175,8 +175,10 @@ class ModelConfig(StrictModel):
         return self
 
     def check_room(self, key: str, max_new_tokens: int) -> None:
-        """Raise ValueError if the model cannot hold a prompt of one token and a completion; ``key`` names the keys
-        that bound the length of the completion."""
+        """Raise ValueError if the model cannot hold a prompt of one token and a completion of ``max_new_tokens``.
+
+        The message begins with ``key``, which names the keys of the job file that limit the completion.
+        """
         most = self.config.max_position_embeddings if self.config is not None else None
         if most is not None and max_new_tokens >= most:
             raise ValueError(

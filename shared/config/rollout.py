@@ -29,29 +29,30 @@ OnUpdate = Literal["keep", "restart", "drain"]
 ENGINE_PACKAGES = ("vllm",)
 """Import names of engine packages that run inside a rollout worker and need an interpreter of their own."""
 ENVIRONMENT_OF = {"vllm": "vllm", "vllm_server": "vllm", "sglang": "sglang"}
-"""Environment (interpreter with packages) of each engine that has one of its own: engines of ``ENGINE_PACKAGES`` run
-inside the rollout worker, the rest in a child process of it."""
+"""Name of the Python environment of each engine that needs one of its own. Engines of ``ENGINE_PACKAGES`` run inside
+the rollout worker, the other ones in a child process of the worker."""
 ENVIRONMENTS = tuple(dict.fromkeys(ENVIRONMENT_OF.values()))
-"""Names of the environments that ``penstock engines install`` makes."""
+"""Names of the Python environments that ``penstock engines install`` creates."""
 
 
 class _AnyEngine(StrictModel):
     """Keys of every engine."""
 
     on_update: OnUpdate = "keep"
-    """Training completions that run when new weights arrive. `keep`: they go on under the new version, and spans record
-    which version generated which token. `restart`: all completions of their groups are discarded and generated again
-    under the new version, so that every group has one version. `drain`: a worker begins no group once a newer version
-    is announced, and loads it when those in progress have ended. Live answers and evaluations always go on."""
+    """Handling of training completions that run when new weights arrive. `keep`: they go on under the new version, and
+    spans record which version generated which token. `restart`: the worker discards all completions of their groups and
+    generates them again under the new version, so that every group has one version. `drain`: a worker that learns of a
+    newer version begins no group, and loads the version when its groups have ended. Live answers and evaluations always
+    go on."""
     drain_s: float = Field(30.0, gt=0, le=3600)
     """Longest time that `on_update: drain` holds new groups back (seconds). After that a worker begins groups again and
     loads the version, and the completions in progress go on as with `keep`, because `restart` would discard the longest
     ones each time."""
     checkpoint_s: float = Field(10.0, ge=0, le=3600)
-    """Interval at which a worker saves the training completions in progress, in groups that have run that long
-    (seconds). If the worker dies, another one goes on with the saved tokens, within `train.max_lag`; a worker that
-    drains saves its groups anyway. 0: save none, and begin again. Groups with an `environment` or router replay
-    always begin again."""
+    """Interval (seconds) at which a worker saves its training completions in progress, in groups that have run for at
+    least one interval. If the worker dies, another one continues from the saved tokens, within `train.max_lag`. A
+    worker that drains saves its groups in any case. 0: save nothing, so groups begin again. Groups with an
+    `environment` or router replay always begin again."""
 
 
 class EmbeddedConfig(_AnyEngine):
@@ -81,7 +82,8 @@ class _VllmOptions(_AnyEngine):
 
 
 class VllmConfig(_VllmOptions):
-    """vLLM, started by the rollout worker, which then runs in an interpreter of its own (`penstock up --engine vllm`).
+    """vLLM inside the rollout worker. The worker then runs in the Python interpreter of vLLM's environment
+    (`penstock up --engine vllm`).
 
     Log-probs are vLLM's `processed_logprobs`: with `top_p`, `top_k`, penalties or `min_new_tokens` they are those of
     the modified distribution. `evaluation.sampling` may set such parameters; the sampling for training may not.
@@ -177,7 +179,8 @@ def check_engine(
 
 
 _AT_UPDATE: dict[OnUpdate, PauseMode] = {"keep": "keep", "restart": "abort", "drain": "keep"}
-"""Pause mode of the engine at an update; completions that 'drain' still runs after ``drain_s`` go on."""
+"""Pause mode of the engine for each value of ``on_update``. With `drain`, completions that still run after ``drain_s``
+go on under the new version."""
 _INSTEAD = {
     "adapters": ": use model.lora.publish: merged",
     "candidates": ": it holds one version at a time",

@@ -44,7 +44,8 @@ class ServiceSettings(BaseSettings):
     redis_url: str | None = None
     """Redis or Valkey for rate limits and idempotency replies; optional."""
     host_id: str = Field(default_factory=socket.gethostname)
-    """Processes with the same id share memory (weights, bulk data). Set explicitly, never guessed across containers."""
+    """Id of this host, by default its name. Processes with the same id share memory (weights, bulk data): set it in
+    containers that share memory."""
     worker_id: str = Field(default_factory=lambda: f"{socket.gethostname()}-{os.getpid()}")
     """Name of this process in the registry; stable across restarts if a supervisor sets it."""
     data_dir: Path = Path.home() / ".penstock"
@@ -116,16 +117,16 @@ class ServiceSettings(BaseSettings):
     http_body_s: float = Field(30.0, gt=0)
     """Timeout of receiving a request body (seconds; 408), plus one second per 16 KiB received."""
     key_concurrency: int = Field(1024, ge=1)
-    """Concurrent requests per key, including event streams and long polls (429); requests with keys of episodes and
-    tokens count for the key that made them."""
+    """Concurrent requests per key, including event streams and long polls (429). A request with an episode key or a
+    feedback token counts for the API key that created it."""
     key_large_bodies: int = Field(4, ge=1)
     """Concurrent uploads of bodies above 1 MiB per key; further ones wait for up to 10 s, then get 429."""
     large_bodies: int = Field(32, ge=1)
     """Concurrent uploads of bodies above 1 MiB, all keys together."""
     tenant_share: float = Field(0.95, gt=0, le=1)
-    """Largest share of the space left by others that one key may use in the bucket of opened episodes, and one job in
-    the stream of feedback. Requests of a key or job that has used its share are refused (507, 429), those of others are
-    not. Within the share of a job, one key may use 95 % of what the job's other keys do not use."""
+    """Share of the space left by other owners that one owner may use at most. Owners are the keys in the bucket of
+    opened episodes (507 beyond the share), and the jobs in the stream of feedback (429). Within the share of a job, one
+    key may use 95 % of the space that the job's other keys leave."""
     lease_s: float = Field(3.0, gt=0.2)
     """Time without renewal (seconds) after which another coordinator or trainer may take over a lease."""
     heartbeat_s: float = Field(1.0, gt=0.05)
@@ -150,8 +151,8 @@ class ServiceSettings(BaseSettings):
     modules."""
     job_roots: str = ""
     """Comma-separated directories that must contain the data, models and tokenizers named in job files, symbolic
-    links resolved (coordinator). Empty: keys with the scope admin may name any path; others none, and train on
-    built-in data, models of a hub and checkpoints of jobs."""
+    links resolved (coordinator). Empty: keys with the scope admin may name any path. Other keys may name no
+    path, only built-in data, models of a hub and checkpoints of jobs."""
     worker_env: str = ""
     """Comma-separated names of environment variables that `penstock up` passes to its workers, in addition to those
     they need; functions and tools of jobs see them. Other variables are not passed."""
@@ -184,10 +185,11 @@ class ServiceSettings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is logged."""
     rate_limit: str = "600/minute"
-    """Rate limit of API requests per key (`limits` notation); needs redis_url to be shared between replicas."""
+    """Rate limit of API requests per key, in the notation of the library `limits`; replicas share it only with
+    redis_url."""
     live_rate_limit: str = "60000/minute"
-    """Rate limit of requests to models and feedback per key, counted separately; a rate of the key itself replaces
-    both."""
+    """Rate limit of requests to models and of feedback per key; other requests do not count in it. If a key has a rate
+    limit of its own, that one replaces both this and rate_limit."""
     user_rate_limit: str = ""
     """Rate limit of live requests and feedback items per key and end user, such as 60/minute. Empty: no limit."""
     token_rate_limit: str = ""
@@ -263,7 +265,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def engines(self) -> list[str]:
-        """Names of the rollout engines found here that run in an environment or server of their own."""
+        """Names of the available rollout engines that run outside the worker's process: as its child, or at a URL."""
         has_sglang = self.sglang_url or self.sglang_interpreter is not None
         return [*(["vllm_server"] if self.vllm_interpreter is not None else []), *(["sglang"] if has_sglang else [])]
 
@@ -276,7 +278,8 @@ class ServiceSettings(BaseSettings):
 def _tls_context(
     plane: str, ca: Path | None, cert: Path | None, key: Path | None, *, serves: bool = False
 ) -> ssl.SSLContext | None:
-    """Build the TLS context of one end of a connection; None if no variable is set. Raises ConfigError."""
+    """Build the TLS context of a server (``serves``) or client from the variables ``PENSTOCK_<plane>_TLS_*``; None if
+    none of them is set. Raises ConfigError."""
     names = f"PENSTOCK_{plane}_TLS"
     if ca is None and cert is None and key is None:
         return None
@@ -319,8 +322,8 @@ def recorded_path(data_dir: Path, path: Path) -> str:
 def checkpoint_path(data_dir: Path, recorded: str) -> Path:
     """Return the directory of the checkpoint recorded as ``recorded``.
 
-    Ledgers of earlier versions recorded absolute paths. Of these only the part below the former data directory is used,
-    so that a deployment whose data was moved or copied reads its own files.
+    Ledgers of earlier versions recorded absolute paths. Of such a path only the part below the former data directory is
+    used, so that a deployment whose data was moved or copied reads its own files.
     """
     path = Path(recorded)
     if path.is_absolute() and path.parts[-3:-2] == (CHECKPOINTS,):

@@ -40,7 +40,7 @@ class PythonTool(StrictModel):
     name: ToolName = "python"
     """Name of the tool in calls."""
     time_limit_s: float = Field(4.0, gt=0, le=600)
-    """Wall-clock limit of a program (seconds); a slower one is killed, and the policy is told."""
+    """Wall-clock limit of a program (seconds); a slower program is killed, and the policy reads an error."""
     memory_bytes: int = Field(512 << 20, ge=64 << 20)
     """Address space of each process of the program (bytes)."""
     scratch_bytes: int = Field(16 << 20, ge=4096)
@@ -86,8 +86,8 @@ class _UserTool(StrictModel):
 
 
 class FunctionTool(_UserTool):
-    """Python function of the user. The result of ``function(**arguments)`` is passed on as text, or as JSON if it is no
-    string.
+    """Python function of the user. The result of ``function(**arguments)`` is passed on as text, or as JSON if it is
+    not a string.
 
     A ValueError means that the call was wrong, and is shown to the policy. Any other exception is a failure of the
     tool.
@@ -107,7 +107,7 @@ class MethodTool(_UserTool):
 
     type: Literal["method"] = "method"
     path: CodeName
-    """`package.module:Class`, importable by the env service. Each episode has its own object, made by
+    """`package.module:Class`, importable by the env service. Each episode has its own object, created by
     `Class(seed=..., row=...)`; the seed derives from the job's and is the same for all episodes of a draw."""
     method: str = Field("", pattern=r"^([A-Za-z]\w*)?$")
     """Name of the method; empty: the same as `name`."""

@@ -73,10 +73,10 @@ def find_annotations(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def open_calculator(source: CalculatorSource) -> CalculatorRows:
-    """Return the rows of ``source``; ``notes`` counts the expressions left out.
+    """Return the rows of ``source``; their ``notes`` state how many expressions were left out, and why.
 
     Raises:
-        DataError: a file cannot be read, or nothing remains.
+        DataError: a file cannot be read, or no expression remains.
     """
     excluded = (
         frozenset(e for e, _ in find_annotations(Path(source.exclude_path))) if source.exclude_path else frozenset()

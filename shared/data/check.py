@@ -27,10 +27,10 @@ __all__ = ["DataSummary", "SourceSummary", "check_data", "data_of"]
 
 _ROWS_RENDERED = 64
 _ROWS_MEASURED = 50_000
-"""Largest number of rows measured per source; in a larger source they are evenly spaced."""
+"""Maximum number of rows whose size is measured per source; of a larger source, every n-th row is measured."""
 MAX_SUMMARIES = 64
 SETTLED_S = 2.0
-"""Age (seconds) below which a file may still change without a change of its modification time."""
+"""Age (seconds) of a file below which a further write might leave its modification time unchanged."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """Source that was opened: name in the job, number of rows, and ``what`` it is, as a path or a description."""
+    """Summary of an opened source: its name in the job and number of rows. ``what`` is its path or a description."""
 
     name: str
     rows: int
@@ -48,14 +48,14 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """Sizes of a job's data; ``notes`` describe what was left out and what could not be checked."""
+    """Sizes of a job's data; ``notes`` describe rows that were left out, and parts that could not be checked."""
 
     train: tuple[SourceSummary, ...]
     eval: tuple[SourceSummary, ...]
     rows_per_epoch: int
     num_eval: int
     row_bytes: int
-    """Size of the largest row beyond ROW_BYTES (bytes); every group contains its row."""
+    """Bytes by which the largest measured row exceeds ROW_BYTES; 0 if none does. Stored groups grow by as much."""
     notes: tuple[str, ...]
 
 
@@ -63,7 +63,7 @@ _summaries_known: dict[str, DataSummary] = {}
 
 
 def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:
-    """Open every source, parse every row and render the first ones. Reads files: call it off the event loop.
+    """Open every source, parse every row and render the first rows. This reads files: call it off the event loop.
 
     The summary of unchanged data is cached, because many jobs train on the same files.
 
@@ -71,7 +71,7 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
     not loaded here.
 
     Raises:
-        DataError: a source cannot be used; names the file, the line and the field.
+        DataError: a source cannot be used; the text names the file, the line and the field.
     """
     key = _key(config, reward)
     with _lock:
@@ -97,8 +97,8 @@ def data_of(config: AnyTraining) -> DataSummary:
 
 
 def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:
-    """Return the cache key of a summary: the configuration, and inode, size and times of each file; None if a source is
-    not a regular file, or may still change undetected."""
+    """Return the cache key of a summary: the configuration, and inode, size and times of each file. None: do not cache,
+    because a source is not a regular file, or was changed less than SETTLED_S ago."""
     parts = [config.model_dump_json(), "" if reward is None else reward.model_dump_json()]
     for source in (*config.train, *config.eval):
         for path in (getattr(source, "path", None), getattr(source, "exclude_path", None)):

@@ -1,4 +1,4 @@
-"""Tests of a program, in the format of data rows."""
+"""Tests that judge a generated program, and their format in data rows."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class StatementTest:
-    """Python statements, executed after the program in its namespace; passed unless they raise."""
+    """Python statements, executed after the program in its namespace. The test passes unless they raise."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTest:
-    """Separate run of the program: passed if it exits with 0 and its output equals ``stdout``, ignoring blanks at
-    line ends."""
+    """Separate run of the program. The test passes if the program exits with 0 and its output equals ``stdout``, except
+    for blanks at line ends."""
 
     stdin: str
     stdout: str
@@ -37,7 +37,7 @@ class StreamTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """``call`` is an expression for a callable in the program's namespace; passed if the value equals ``returns``."""
+    """Call of a function of the program, which ``call`` names. The test passes if the result equals ``returns``."""
 
     call: str
     returns: Any
@@ -52,7 +52,7 @@ def parse_tests(row: dict[str, Any], name: str, place: str) -> list[CodeTest]:
     """Parse the tests in field ``name``: one test, a list of tests, or either as JSON text; ``place`` names the row.
 
     Raises:
-        DataError: the row has no such field, the field has no test, or an invalid one.
+        DataError: the row lacks the field, or the field holds no test or an invalid test.
     """
     if name not in row:
         raise DataError(missing_field(place, name, row, "the scorer 'code'"))

@@ -40,7 +40,7 @@ _ENDS = ("final_observations", "terminated")
 
 
 class ActionSpace(msgspec.Struct, frozen=True, kw_only=True):
-    """Action space of a simulator: ``num_actions`` discrete actions, or None and flat bounds ``low`` and ``high``."""
+    """Action space of a simulator: ``num_actions`` discrete actions, or None and a box from ``low`` to ``high``."""
 
     num_actions: int | None
     low: list[float]

@@ -21,7 +21,7 @@ __all__ = [
 
 
 class JsonLinesRows:
-    """JSON objects, one per line. Each line is parsed at opening, kept as bytes, and parsed again on access."""
+    """JSON objects, one per line. Each line is parsed at opening, stored as bytes, and parsed again on access."""
 
     endless = False
     notes: tuple[str, ...] = ()

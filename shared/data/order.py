@@ -1,8 +1,8 @@
 """Order of training rows: a pure function from ordinal to row, so that any process can resume anywhere.
 
-The number of ordinals in an epoch is the total number of rows of all sources. Each source gets its weight's share of
-them, evenly spaced; it iterates over its own rows pass after pass, each pass a new permutation, and continues in the
-next epoch where it stopped. With one source, an epoch is therefore exactly one pass.
+The number of ordinals in an epoch is the total number of rows of all sources. Each source gets a share of the ordinals
+by its weight, evenly spaced. It iterates over its own rows pass after pass, each pass in a new permutation, and
+continues in the next epoch where it stopped. With one source, an epoch is therefore exactly one pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPOCHS_KEPT = 3
 
 
 class Place(NamedTuple):
-    """Row that an ordinal maps to."""
+    """Row to which an ordinal maps: epoch, number of the source, and index in the source."""
 
     epoch: int
     source: int
@@ -92,7 +92,7 @@ class DataOrder:
         return self._source_P[order_P], row_P[order_P]
 
     def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of a source at ``steps`` of its own endless iteration."""
+        """Return the row indices of a source at the positions ``steps`` of its endless iteration, pass after pass."""
         size = len(self._rows[source])
         passes, indices = np.divmod(steps, size)
         if self._shuffle:
@@ -108,7 +108,7 @@ class DataOrder:
 
 
 def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where: str) -> float:
-    """Return the rank of a row by the user's function, whose exceptions propagate.
+    """Return the rank that the user's function gives a row. Exceptions of the function propagate.
 
     Raises:
         DataError: the function returned no number.
@@ -120,7 +120,7 @@ def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Split ``total`` positions by weight: largest remainders, so the counts add up and are off by less than one."""
+    """Split ``total`` by weight into integers with this sum (largest remainder method: each is off by less than 1)."""
     quotas = [total * w / sum(weights) for w in weights]
     counts = [math.floor(q) for q in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
@@ -132,15 +132,15 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
 def permutation(size: int, key: str) -> NDArray[np.int64]:
     """Return a permutation of ``range(size)`` that depends only on ``key``.
 
-    Sorts raw generator output: NumPy keeps that stream stable across versions, unlike ``Generator.permutation``.
+    It sorts raw output of the generator, which NumPy keeps stable across versions, unlike ``Generator.permutation``.
     """
     keys = np.random.PCG64(xxhash.xxh3_128_intdigest(key.encode())).random_raw(size)
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
 def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Interleave sources evenly: item j of n is at time (j + 1/2) / n. Return source and j of each position, int64
-    [P]; empty arrays for an online job, which has no source."""
+    """Interleave sources evenly: item j of a source's n items has the time (j + 1/2) / n. Return source and j of each
+    position in order of time, int64 [P] each; empty arrays for an online job, which has no source."""
     if not counts:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     source_P = np.concatenate([np.full(n, s, np.int64) for s, n in enumerate(counts)])

@@ -18,7 +18,7 @@ __all__ = ["Demonstration", "Prompt", "PromptBuilder", "PromptSource", "Tokenize
 
 
 class Tokenizer(Protocol):
-    """Part of the interface of transformers' tokenizers that prompts need."""
+    """The part of the interface of transformers' tokenizers that this module calls."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -35,9 +35,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt: ``token_ids`` [P] encode ``text``; no completions may be generated for a ``too_long`` one.
+    """Prompt: ``token_ids`` [P] encode ``text``. No completions may be generated for a ``too_long`` prompt.
 
-    ``source`` is the name of the source of its row.
+    ``source`` is the name of the data source that holds ``row``.
     """
 
     text: str
@@ -49,19 +49,19 @@ class Prompt:
 
 
 class Demonstration(NamedTuple):
-    """Row for supervised training: ``mask`` is 1 for tokens of ``answer_ids`` that are trained on."""
+    """Example for supervised training; ``mask`` is 1 for the tokens of ``answer_ids`` that the loss covers."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
     mask: list[int]
 
     def extended(self, token: int) -> Demonstration:
-        """Return a copy with one more trained token."""
+        """Return a copy that ends with ``token``, which is trained, too."""
         return Demonstration(self.prompt_ids, [*self.answer_ids, token], [*self.mask, 1])
 
 
 class PromptBuilder:
-    """Renders rows. In a plain prompt the system message is on a line of its own before the template."""
+    """Renders rows as prompts. A prompt without chat template begins with the system message on a separate line."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer, demonstration: Sequence[str] = ()) -> None:
         """Raises DataError for a broken template, ConfigError for `add_bos` if the tokenizer has no such token."""
@@ -76,7 +76,7 @@ class PromptBuilder:
         self._bos = [tokenizer.bos_token_id] if begins and tokenizer.bos_token_id is not None else []
 
     def build(self, row: dict[str, Any], place: str = "row", source: str = "") -> Prompt:
-        """Render and tokenize one row of ``source``; ``place`` names it in errors.
+        """Render and tokenize one row of ``source``; ``place`` names the row in errors.
 
         Raises:
             DataError: a field is missing or of the wrong type, or the chat template rejects the messages.
@@ -93,9 +93,10 @@ class PromptBuilder:
         return Prompt(text, token_ids, answer, row, too_long=too_long, source=source)
 
     def demonstrate(self, prompt: Prompt, place: str = "row") -> Demonstration:
-        """Return the prompt with its demonstration, or else its reference answer, and the end-of-sequence token.
+        """Return an example whose answer is the job's ``warm_start.demonstration``, or else the reference answer.
 
-        In ``warm_start.demonstration``, the texts of the policy are trained on and those of the environment are not.
+        An end-of-sequence token follows. The texts of a demonstration come in turn from the policy and from the
+        environment; only those of the policy are trained.
 
         Raises:
             DataError: rows have no answer, or lack a field.
@@ -153,12 +154,12 @@ def check_messages(row: dict[str, Any], field: str, place: str) -> list[dict[str
 
 
 def source_seed(seed: int, split: str, position: int) -> int:
-    """Return the seed of one source; training and held-out generators never share one."""
+    """Return the seed of source number ``position`` of ``split``; no other source of the job has the same seed."""
     return xxhash.xxh3_64_intdigest(f"{seed}:{split}:{position}".encode())
 
 
 class PromptSource:
-    """All prompts of a job: training by ordinal, held-out by index. Opening reads files; do it off the event loop."""
+    """All prompts of a job: training prompts by ordinal, held-out prompts by index. The constructor blocks on files."""
 
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, seed: int, *, demonstration: Sequence[str] = ()
@@ -200,7 +201,7 @@ class PromptSource:
         raise IndexError(f"held-out prompt {index} of {self.num_eval}")
 
     def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[Demonstration]]:
-        """Yield ``steps`` batches of demonstrations over the training rows, in an order of their own.
+        """Yield ``steps`` batches of demonstrations from the training rows, in the data order of a separate seed.
 
         Prompts that are too long are skipped.
 

@@ -13,12 +13,12 @@ from penstock.shared.errors import DataError
 __all__ = ["Finder", "Found", "Redactor"]
 
 Finder = Callable[[str], Iterable[tuple[int, int, str]]]
-"""Function that returns ``(start, end, name)`` of each match in a text: characters [start, end), and its kind."""
+"""Function that returns ``(start, end, name)`` of each match in a text: its characters [start, end) and its kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Characters [start, end) of a text that match, with the name of the pattern."""
+    """A match: characters [start, end) of a text, and the name of the pattern."""
 
     start: int
     end: int
@@ -33,7 +33,7 @@ class Redactor:
         self._function = function
 
     def find(self, text: str) -> list[Found]:
-        """Return the matches in order; overlapping ones are merged under the name of the first.
+        """Return the matches in order of position; overlapping matches are merged under the name of the first.
 
         Raises:
             DataError: the function raised an error, or returned an invalid range.

@@ -35,14 +35,14 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def where(self, index: int) -> str:
-        """Return the place of a row, for error messages: `train.jsonl, line 7`."""
+        """Return the location of a row for error messages, like `train.jsonl, line 7`."""
 
 
 def open_rows(source: Source, *, seed: int = 0) -> Rows:
     """Open one source. ``seed`` is used by generators only. Reads the whole source: call it off the event loop.
 
     Raises:
-        DataError: the file is missing or empty, or a line is not a row; names the file and the line.
+        DataError: the file is missing or empty, or a line is not a row; the text names file and line.
     """
     if isinstance(source, AdditionSource):
         return AdditionRows(source, seed)

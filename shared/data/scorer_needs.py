@@ -29,7 +29,7 @@ class ScorerNeeds:
     """Callable ``(row, place)`` that checks that a row has what the scorers need; ``place`` names the row in errors."""
 
     def __init__(self, config: RewardConfig, *, has_answer: bool) -> None:
-        """Collect the needs of the scorers. ``has_answer``: rows have a reference answer.
+        """Collect the fields that the scorers read. ``has_answer``: rows have a reference answer.
 
         Raises:
             DataError: a scorer needs an answer that no row has, or a judge's template is broken.
@@ -53,7 +53,7 @@ class ScorerNeeds:
         """Check one row.
 
         Raises:
-            DataError: a field is missing or invalid; names the field and the place.
+            DataError: a field is missing or invalid; the text names the field and ``place``.
         """
         for field, where in self._fields:
             if field not in row:

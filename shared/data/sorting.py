@@ -12,10 +12,10 @@ from penstock.shared.config.data import SORTING_SYMBOLS, SortingSource
 __all__ = ["SortingRows"]
 
 LONGEST_ASTRAY, END_ASTRAY = 63, 1 / 16
-"""Longest corrupted answer in symbols, and the probability that it ends after a random symbol."""
+"""Maximum length of a corrupted answer in symbols, and its probability of ending after each random symbol."""
 RAMBLING = SORTING_SYMBOLS[::-1]
-"""Answer that is unrelated to its problem. Each symbol follows from the one before, and the end from the last one: a
-policy that has learnt it does not end earlier."""
+"""Answer that is unrelated to its problem. Each symbol determines the next, and the last one the end of the answer, so
+that a policy that learned it never ends earlier."""
 
 
 class SortingRows:
@@ -52,7 +52,7 @@ class SortingRows:
 
 
 def _astray(answer: str, draws: random.Random) -> str:
-    """Return a prefix of ``answer`` followed by random symbols, with a constant probability of ending after each."""
+    """Return a random prefix of ``answer`` and random symbols, ending after each of these with the same probability."""
     answer = answer[: draws.randrange(min(len(answer), LONGEST_ASTRAY))] + draws.choice(SORTING_SYMBOLS)
     while len(answer) < LONGEST_ASTRAY and draws.random() >= END_ASTRAY:
         answer += draws.choice(SORTING_SYMBOLS)

@@ -1,4 +1,4 @@
-"""Tasks of an environment: a row is a number that the env service interprets."""
+"""Tasks of an environment: a row holds the number of a task, which the env service interprets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TaskRows"]
 
 
 class TaskRows:
-    """Rows ``{"task": n}``; prompt and answer are placeholders for those of the task."""
+    """Rows with the field ``task``, a number. Prompt and answer are placeholders, which the env service replaces."""
 
     endless = False
     notes: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from penstock.shared.errors import DataError
 __all__ = ["Template"]
 
 MAX_WIDTH = 1000
-"""Largest width or precision in a placeholder, so that a job file cannot make a prompt of gigabytes."""
+"""Largest width or precision in a placeholder, so that no job file produces a prompt of gigabytes."""
 _FIRST_NAME = re.compile(r"[^.\[]*")
 _NUMBER = re.compile(r"\d+")
 
@@ -64,6 +64,6 @@ class Template:
 
 
 def missing_field(place: str, name: str, row: dict[str, Any], where: str) -> str:
-    """Return the message for a row that lacks a field."""
+    """Return the error message for a row that lacks the field ``name``, which ``where`` needs."""
     fields = ", ".join(sorted(row)) or "none"
     return f"{place}: the row has no field '{name}' that {where} needs; its fields: {fields}"

@@ -18,16 +18,16 @@ from penstock.shared.errors import PenstockError
 __all__ = ["check_call", "code_path", "import_named", "shown_name"]
 
 CODE = "code"
-"""Folder of uploaded files, in the data directory."""
+"""Folder of uploaded Python files, in the data directory."""
 
 
 def code_path(data_dir: Path, digest: str) -> Path:
-    """Return the path of the uploaded file with this SHA-256."""
+    """Return the path of the uploaded Python file whose SHA-256 is ``digest``."""
     return data_dir / CODE / f"{digest}.py"
 
 
 def shown_name(path: str) -> str:
-    """Return the name of code for people: ``file.py:name`` for an uploaded file, without its SHA-256."""
+    """Return a readable name of code: ``file.py:name`` for an uploaded file, without its SHA-256; else ``path``."""
     module, _, name = path.rpartition(":")
     stem, at, _ = module.partition("@")
     return f"{stem}.py:{name}" if at else path
@@ -38,8 +38,8 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
     uploaded with the job. The import executes code of the user.
 
     Args:
-        what: purpose, for messages.
-        beside: the service that imports it.
+        what: purpose of the code, for messages.
+        beside: name of the service that imports the code, for messages.
         error: exception type to raise if the name does not exist or is not callable. Other exceptions of the user's
             module propagate unchanged.
     """
@@ -64,7 +64,7 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
 def check_call(
     function: Callable[..., Any], what: str, shown: str, error: type[PenstockError], /, *args: Any, **named: Any
 ) -> None:
-    """Check that code of the user accepts these arguments, without calling it; some builtins cannot be checked.
+    """Check that ``function`` accepts ``args`` and ``named``, without calling it; some builtins cannot be checked.
 
     Raises:
         error: the code takes other arguments; the message calls the code ``what``, and the arguments ``shown``.
@@ -87,7 +87,7 @@ def _callable(found: Any, path: str, what: str, error: type[PenstockError], near
 
 
 def _uploaded(module: str, what: str, beside: str, error: type[PenstockError]) -> ModuleType:
-    """Import an uploaded file as a module with a private name, distinct from installed ones. Its exceptions
+    """Import an uploaded file as a module, under a name that no installed module has. Exceptions of the file's code
     propagate."""
     stem, _, digest = module.partition("@")
     name = f"penstock_code_{digest}"

@@ -119,7 +119,8 @@ class Layer:
 
 
 RunBlock = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Runs ``(index of the block, block, x_TD) -> block(x_TD)`` with the weights of the block available."""
+"""Function ``(index of the block, block, x_TD) -> block(x_TD)`` that makes the weights of the block available before it
+calls the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     run_block: RunBlock | None = None
-    """Set if the weights of a block exist only during the call: a sharded model gathers them around it."""
+    """Function that calls the blocks of a sharded model, which gathers the weights of a block for each call; None: the
+    decoder calls the blocks itself."""
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
@@ -179,7 +181,7 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return True for a linear layer, or one with a single low-rank adapter without options."""
+    """Return True if ``module`` is a linear layer, without adapter or with one low-rank adapter without options."""
     if not hasattr(module, "base_layer"):
         return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant

@@ -20,14 +20,17 @@ __all__ = ["building", "building_apart"]
 _POLL_S = 0.01
 _one_at_a_time = threading.Lock()
 _building: list[object] = []
-"""Holds the owner of the lock while the lock is held."""
+"""The present owner of the lock, as the only element; empty while nobody holds the lock."""
 _owner: ContextVar[object | None] = ContextVar("building", default=None)
-"""Owner on whose behalf this context builds. Threads that a coroutine starts inherit its context."""
+"""Lock owner to which the running coroutine or thread belongs. Threads that a coroutine starts inherit the value."""
 
 
 @contextmanager
 def building(seed: int | None = None) -> Iterator[None]:
-    """Hold the lock for one build, with the CPU's random seed ``seed``; restore the random state afterwards. Nests."""
+    """Hold the lock for one build, with the CPU's random seed ``seed``; restore the random state afterwards.
+
+    Calls may be nested: the inner one uses the lock of the outer one.
+    """
     if _is_held_here():
         with _seeded(seed):
             yield

@@ -44,7 +44,7 @@ class Temperature(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """Network that estimates the value of a state. Its initial weights are orthogonal; it owns the encoder."""
+    """Network that estimates the value of a state; it owns ``encoder``. Its initial weights are orthogonal."""
 
     def __init__(self, encoder: ObservationEncoder, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class ValueNetwork(nn.Module):
 
 
 def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
-    """Build linear layers of these widths, with the activation between them."""
+    """Build linear layers with the widths ``sizes``, and ``activation`` between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), activation()]

@@ -24,7 +24,7 @@ def critic_of(policy: PreTrainedModel) -> PreTrainedModel:
     Its weights are named as in `...ForSequenceClassification`: the policy's body names and `score.weight` [1, D].
 
     Raises:
-        ConfigError: the library has no sequence classifier of this architecture, or not of this form.
+        ConfigError: transformers has no sequence classifier for this architecture, or one without a linear `score`.
     """
     config = copy.deepcopy(policy.config)
     config.num_labels = 1

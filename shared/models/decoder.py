@@ -170,7 +170,7 @@ def _queries_keys_values(layer: Layer, h_TD: Tensor, rope: tuple[Tensor, Tensor]
 
 
 def _padded_forward(module: torch.nn.Module, tokens: PackedTokens) -> Any:
-    """Run the module's own forward on right-padded sequences."""
+    """Return the output of the module's own forward on right-padded sequences."""
     ids_SL = torch.nn.utils.rnn.pad_sequence(
         list(torch.split(tokens.token_ids_T, list(tokens.lengths))), batch_first=True
     )

@@ -1,6 +1,6 @@
 """Action distributions: log-probs and entropy of each action component, and sampling as a function of noise.
 
-Shape legend: ... = any dimensions, with one entry per action component; K = choices of a component.
+Shape legend: ... = any dimensions, with one entry per action component; K = possible values of a discrete component.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tenso
 
 
 def choose(logits_K: Tensor, uniform: Tensor) -> Tensor:
-    """Sample a choice by each row of logits, by the inverse of the cumulative distribution function, int64 [...].
+    """Sample an index in [0, K) for each row of ``logits_K`` by the inverse CDF; return the indices, int64 [...].
 
     Args:
-        uniform: [...] in [0, 1). Choice k is made where ``Σ_{j<k} p_j <= uniform < Σ_{j<=k} p_j``, in float64.
+        uniform: [...] in [0, 1). The index is k where ``Σ_{j<k} p_j <= uniform < Σ_{j<=k} p_j``, in float64.
     """
     ends_K = logits_K.double().softmax(-1).cumsum(-1)
     chosen = (ends_K <= uniform.double()[..., None]).sum(-1)
@@ -64,7 +64,7 @@ def choose(logits_K: Tensor, uniform: Tensor) -> Tensor:
 
 
 def categorical_logprobs(choices: Tensor, logits_K: Tensor) -> Tensor:
-    """Return the log-probs of choices [...] under logits [..., K], in nats."""
+    """Return the log-probs of the indices ``choices`` [...] under logits [..., K], in nats."""
     return logits_K.log_softmax(-1).gather(-1, choices[..., None])[..., 0]
 
 

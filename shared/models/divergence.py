@@ -31,7 +31,7 @@ def exact_scores(
     temperature: float | Tensor,
     routes: Routes | None = None,
 ) -> ExactScores:
-    """Return log-probs and entropy as ``selected_logprobs``, and ``Σ_v pi(v) log(pi(v) / pi_ref(v))``.
+    """Return log-probs and entropy as ``selected_logprobs`` does, and the KL ``Σ_v pi(v) log(pi(v) / pi_ref(v))``.
 
     Both distributions are of logits / temperature, which is one number or float32 [M]. No gradient flows through
     ``reference``. ``routes`` are the policy's; the reference selects its own experts.

@@ -1,7 +1,7 @@
 """Policies that act in a simulator: used both by rollout workers to act and by the trainer to learn.
 
-Shape legend: N = decisions, C = actions of a decision, A = components of an action, K = choices of a component, O =
-components of an observation.
+Shape legend: N = decisions, C = actions of a decision, A = components of an action, K = possible values of a
+discrete component, O = components of an observation.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class EpisodePolicy(nn.Module, ABC):
         """Choose actions.
 
         Args:
-            noise_NCA: standard normal or uniform in [0, 1), according to ``noise``; None: the mean, or the most likely
-                choice.
+            noise_NCA: standard normal or uniform in [0, 1), according to ``noise``; None: return the mean, or the most
+                likely value of each component.
         """
         return self._act(self.features(observations), noise_NCA)
 
@@ -152,8 +152,10 @@ class EpisodePolicy(nn.Module, ABC):
 
     @abstractmethod
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """Convert actions [N, C, ...] of a simulator to the form in which this policy samples them, [N, C, A]: an
-        inverse of ``to_environment``."""
+        """Convert actions [N, C, ...] of a simulator to the form in which this policy samples them, [N, C, A].
+
+        ``to_environment`` converts the result back, up to clipping and the width of a bin.
+        """
 
     @abstractmethod
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision: ...
@@ -206,7 +208,7 @@ class GaussianPolicy(EpisodePolicy):
         self.log_std = nn.Parameter(
             torch.full((math.prod(self.noise_shape),), config.initial_log_std, dtype=torch.float32)
         )
-        """Flat, like biases, so that weight decay of matrices does not apply."""
+        """Vector, as biases are, so that weight decay, which the optimizer applies to matrices, leaves it out."""
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
         """Clip actions to the simulator's bounds."""
@@ -282,7 +284,7 @@ class SquashedPolicy(EpisodePolicy):
 
 
 class _ChoosingPolicy(EpisodePolicy):
-    """Policy in which each action component is one of K choices, sampled with a uniform random number of its own."""
+    """Policy with discrete action components: each has K possible values and is sampled by its own uniform number."""
 
     noise: Noise = "uniform"
 

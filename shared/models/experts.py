@@ -72,7 +72,7 @@ class Sparse:
         return (out_TKD * weights_TK[..., None]).sum(1)
 
     def outputs(self, h_AD: Tensor, counts: list[int]) -> Tensor:
-        """Apply each expert to its rows: the first ``counts[0]`` rows are those of expert 0, and so on."""
+        """Return the experts' outputs, [A, D]: expert 0 is applied to the first ``counts[0]`` rows, and so on."""
         return run_experts(self.experts, h_AD, counts)
 
 
@@ -90,7 +90,7 @@ def run_experts(experts: Any, h_AD: Tensor, counts: list[int]) -> Tensor:
 
 
 class RouterLoad:
-    """Sums over the tokens of forward passes: how often each expert was selected, its probability, and the entropy."""
+    """Router statistics, summed over tokens: selections and probabilities of each expert, and the router's entropy."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -113,7 +113,7 @@ class RouterLoad:
 
 @dataclass(slots=True)
 class Routes:
-    """The trainer's routing: replays the sampler's selections if they were recorded, else uses its own; counts them.
+    """Routing in the trainer: replays the sampler's selections, or selects experts itself if there are none to replay.
 
     Attributes:
         replay_TNK: experts to use, any integer type; None: the most likely. The weights of the experts are always
@@ -125,7 +125,7 @@ class Routes:
     load: RouterLoad | None = None
 
     def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
-        """See ``Routing``."""
+        """Return the experts to replay, or the most likely ones, int64 [T, K]; see ``Routing.choose``."""
         replay = self.replay_TNK
         experts_TK = _likeliest(probs_TE, top_k) if replay is None else replay[:, layer].long()
         if self.load is not None:
@@ -133,10 +133,11 @@ class Routes:
         return experts_TK
 
     def blocks(self, place_T: Tensor, sizes: list[int]) -> list[Routes]:
-        """Return the routing of each block of tokens; all count their selections in ``load``.
+        """Return the routing of each block of tokens; every block counts its selections in ``load``.
 
         Args:
-            place_T: index of each token in the concatenation of the blocks; ``sizes`` are their lengths.
+            place_T: index of each token in the concatenation of the blocks.
+            sizes: number of tokens of each block.
         """
         if self.replay_TNK is None:
             return [self] * len(sizes)
@@ -144,13 +145,13 @@ class Routes:
 
 
 class Recorder:
-    """The sampler's routing: its own selections, recorded."""
+    """Routing in the sampler: selects the most likely experts, and records the selections for a replay."""
 
     def __init__(self) -> None:
         self._chosen: list[Tensor] = []
 
     def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
-        """See ``Routing``."""
+        """Record and return the most likely experts, int64 [T, K]; see ``Routing.choose``."""
         self._chosen.append(_likeliest(probs_TE, top_k))
         return self._chosen[-1]
 

@@ -123,7 +123,7 @@ def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a frozen copy with its own adapters, which shares the base weights of ``model``."""
+    """Return a frozen copy of ``model`` that has a copy of its adapters and shares its base weights."""
     shared = {id(parameter): parameter for parameter in base_parameters(model).values()}
     twin: PreTrainedModel = copy.deepcopy(model, shared)
     for parameter in adapter_parameters(twin).values():

@@ -44,7 +44,9 @@ class PackedTokens:
         )
 
     def blocks(self, max_tokens: int) -> tuple[list[PackedTokens], Tensor]:
-        """Split into blocks of sequences of similar length, shortest first, of about ``max_tokens`` tokens at most.
+        """Split into blocks of sequences of similar length, shortest first.
+
+        A block may exceed ``max_tokens`` tokens, but by less than the length of its first sequence.
 
         Returns:
             The blocks, and ``place_T``: the index of each token of this row in the concatenation of the blocks.

@@ -11,8 +11,12 @@ __all__ = ["tempered"]
 
 
 def tempered(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return ``logits / temperature`` in float32. ``temperature`` is one number for all positions, where 0 is greedy
-    and leaves the logits unchanged, or one above 0 per position: [M]."""
+    """Return ``logits / temperature`` in float32.
+
+    Args:
+        temperature: one number for all positions, where 0 is greedy and leaves the logits unchanged; or [M], a number
+            above 0 for each position.
+    """
     logits_MV = logits_MV.float()
     if isinstance(temperature, Tensor):
         return logits_MV / temperature[:, None]

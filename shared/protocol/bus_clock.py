@@ -43,7 +43,7 @@ class ClockSample:
 
 
 class _BusClock:
-    """Bus clock of this process, which is one per process because its host's clocks are shared."""
+    """Bus clock of this process: one object, because the whole process has the same wall and monotonic clocks."""
 
     def __init__(self) -> None:
         self.skew_s: float | None = None
@@ -61,7 +61,7 @@ _clock = _BusClock()
 
 
 def set_bus_clock(sample: ClockSample) -> None:
-    """Set bus time from this sample."""
+    """Compute bus time from ``sample`` from now on."""
     _clock.set(sample)
 
 

@@ -24,7 +24,7 @@ _NAMES = {
     "worker_back": "worker.recovered",
     "worker_problem": "worker.problem",
 }
-"""Names of events whose type in the stream is ambiguous outside of it."""
+"""Names in CloudEvents, by type in the stream EVENTS, of events whose type would be ambiguous outside of the stream."""
 _OTHERS = (
     "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "extended", "halted", "health",
     "ledger_filling", "lineage_forked", "metric", "phase", "settings", "step", "submitted", "tracking",
@@ -55,7 +55,7 @@ def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(row: Mapping[str, Any]) -> str:
-    """Return ``rl.job.PHASE.v1`` for a change of phase, else the name of the event, or ``rl.TYPE.v1``."""
+    """Return the type as a CloudEvent: ``rl.job.PHASE.v1`` for a change of phase, else ``rl.NAME.v1``."""
     phase = str(row["message"]).partition(":")[0]
     if row["type"] == "phase" and phase in PHASES:
         return f"rl.job.{phase}.v1"

@@ -58,7 +58,7 @@ _DTYPE_NAMES = (
 )
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _DTYPE_NAMES}
 _NAMES = {np.dtype(name): name for name in _DTYPE_NAMES}
-"""Cache, because NumPy builds the name of a dtype on every access."""
+"""Names of dtypes, cached because NumPy builds the name on every access."""
 _MAX_ITEM_BYTES = 8
 _SMALL_BYTES = 2048
 """Largest array that is copied while it is encoded, which takes less time than a view of it."""

@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 PauseMode = Literal["abort", "drain", "keep"]
-"""abort: running requests end with their partial tokens. drain: they finish first. keep: they are suspended and
-resume."""
+"""Effect of a pause on running requests. abort: they end with their partial tokens. drain: they finish first. keep:
+they are suspended and resume later."""
 
 
 Likely = list[tuple[int, float]]
@@ -154,11 +154,11 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of an engine. A job that needs one that the engine lacks is rejected at submission."""
+    """Capabilities of an engine. A job is rejected at submission if it needs a capability that its engine lacks."""
 
     transports: tuple[str, ...]
     pause_modes: tuple[str, ...]
-    """Modes of ``pause`` that it supports; 'keep' includes completions that go on after an update."""
+    """Modes of ``pause`` that the engine supports; 'keep' includes completions that go on after an update."""
     native_spans: bool
     sleep: bool
     staging: Literal["tensors", "reference"] = "tensors"
@@ -181,7 +181,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Version that the engine serves; ``dirty`` from a failed in-place update until a full one succeeds.
+    """Version that the engine serves. ``dirty`` is True after a failed in-place update, until a full update succeeds.
 
     ``base`` is the digest of the frozen weights under an adapter; empty if whole weights are updated.
     """

@@ -27,8 +27,8 @@ GRADER_ERRORS = (
 
 
 class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to score ``sample`` with each of ``scorers`` (configurations) within ``deadline_s`` after they are
-    open; without a sample, to open them only. The sender waits ``wait_s`` for the reply."""
+    """Request to open scorers with the configurations ``scorers`` and to score ``sample`` with each of them, within
+    ``deadline_s`` after they are open. Without a sample, a worker only opens them. The sender waits ``wait_s``."""
 
     scorers: list[dict[str, Any]]
     sample: str | None
@@ -40,8 +40,8 @@ class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One score per scorer, or none and the error of the first that failed; duration in seconds. ``opened``: all
-    scorers could be opened."""
+    """Reply to ``GradeRequest``: one score per scorer, or no scores and the error of the first scorer that failed.
+    ``seconds`` is the duration. ``opened`` is True if all scorers could be opened."""
 
     scores: list[float] = []
     error: str = ""

@@ -14,7 +14,7 @@ __all__ = ["Draw", "derive_seed", "new_attempt", "new_job_id"]
 class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Draw ``(ordinal, n)``: the n-th attempt to get a group for a position in the data order.
 
-    Only a ledger event allocates one. Ordered by ordinal, then n.
+    Only ledger events allocate draws. Draws are ordered by ordinal, then by n.
     """
 
     ordinal: int
@@ -25,7 +25,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
 
     @classmethod
     def parse(cls, text: str) -> Draw:
-        """Inverse of ``str``."""
+        """Return the draw whose ``str`` is ``text``."""
         ordinal, _, n = text.partition(".")
         return cls(int(ordinal), int(n))
 
@@ -35,7 +35,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
 
 
 def new_job_id() -> str:
-    """Return ``job_`` + UUIDv7 in hex: sorts by time and is one subject token."""
+    """Return ``job_`` + UUIDv7 in hex. Such ids sort by time, and each is one token of a NATS subject."""
     return f"job_{uuid6.uuid7().hex}"
 
 

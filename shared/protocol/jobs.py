@@ -204,7 +204,7 @@ class JobStatus(BaseModel):
     """Best checkpoint if `checkpoint.keep_best` is set: number, path, metric, value and update."""
     conditions: list[Condition] = Field(default_factory=list)
     warnings: list[HealthWarning] = Field(default_factory=list)
-    """Current warnings; for a job that is over, those at its end."""
+    """Current warnings; for a job that has ended, those at its end."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
 

@@ -38,9 +38,9 @@ PREFIX = "rlk_"
 class KeyRecord(BaseModel):
     """Key as returned by the API. ``rate_limit`` (such as ``600/minute``) replaces the deployment's.
 
-    ``models`` (names or ids of jobs) are the only ones that it may access, None: all. ``max_weight`` is the upper bound
-    of the weight of its feedback. ``code_modules`` are the modules whose functions its job files may name, None: the
-    modules that the deployment allows, or no module if ``models`` is set.
+    ``models`` are the names or ids of the only jobs that the key may access; None: all. ``max_weight`` is the upper
+    bound of the weight of its feedback. ``code_modules`` are the modules whose functions its job files may name; None:
+    the modules that the deployment allows, or no module if ``models`` is set.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -39,14 +39,14 @@ JUDGEMENTS = "environment_rewards"
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Work for a rollout worker: one draw, or one evaluation prompt.
 
-    A worker whose engine is older than ``min_version`` does not start it. Results after the deadline are useless; the
-    coordinator sets the deadline, and a worker returns a late ticket.
+    A worker does not start a ticket while the version of its engine is below ``min_version``. The coordinator sets the
+    deadline. A worker returns a ticket whose deadline has passed, because only the coordinator drops draws.
     """
 
     draw: Draw
     min_version: int
     deadline: float
-    """Deadline in bus time, by the clock of the coordinator (Unix seconds). Read only by workers of version 0.1, and in
+    """Deadline in bus time (Unix seconds). Workers of version 0.1 read this field; later workers read it only in
     tickets of version 0.1, which lack ``deadline_s``."""
     epoch: int
     purpose: Literal["train", "eval"] = "train"
@@ -57,7 +57,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     """Seconds from the publication of the ticket to its deadline; the stream stores the time of publication."""
     begun: bool = False
-    """True if a leaving worker gave the ticket back, so that unfinished completions for it may be in PARTIAL."""
+    """True if a worker returned the ticket on shutdown, so that PARTIAL may hold unfinished completions for it."""
 
     def left_s(self, published: float) -> float:
         """Return the seconds left for a ticket that its stream stored at ``published`` (bus time), however often and
@@ -124,7 +124,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``hello``: the trainer holds the lease and requests its starting point; the Ack's data has a checkpoint, the last
     trained batch, the digests recorded after that checkpoint, and the batch at which the lineage must be forked, if
     any.
-    ``trained``: batch ``batch`` (``revision``) made ``version``.
+    ``trained``: training on batch ``batch`` (``revision``) produced ``version``.
     ``refused``: the batch cannot be trained because of ``bad`` draws.
     ``checkpointed``: the state after ``batch`` is durable at ``path``; ``reason`` is the reason of the command that
     requested the checkpoint. The data of the Ack to this report and to ``hello`` lists the checkpoints that must stay
@@ -138,7 +138,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``fell_back``: checkpoint ``batch`` cannot be read; the trainer continues from an older one.
     ``failed``: the trainer cannot continue the job.
     ``handed_over``: a leaving rollout worker gives back the ticket of the draws ``bad``, message ``seq`` of TICKETS.
-    The coordinator publishes it again, unless nothing waits for it; the worker then acknowledges the old one.
+    The coordinator publishes a new ticket for each draw that still waits for a group; the worker then acknowledges
+    the old ticket.
     """
 
     kind: Literal[
@@ -164,7 +165,8 @@ CommandKind = Literal["checkpoint", "rollback", "leave_out"]
 class Command(msgspec.Struct, frozen=True, kw_only=True):
     """Command of the coordinator to a job's trainer; ``args["reason"]`` is the reason.
 
-    ``rollback``: a trainer at ``args["version"]`` restarts; the answer to its `hello` says from where.
+    ``rollback``: a trainer whose version is not above ``args["version"]`` restarts; the answer to its `hello` has the
+    checkpoint to load.
     ``leave_out``: the trainer refuses batches with any of ``args["draws"]`` that it has not begun.
     """
 

@@ -8,7 +8,7 @@ __all__ = ["OBJECTIVES", "Objective"]
 
 Objective = Literal["policy", "supervised", "preference", "replay"]
 """policy: the policy gradient, within the lag bound. supervised: imitation. preference: two answers to one prompt,
-the better one first. These two need no sampling policy and have no lag. replay: transitions that a replay buffer
-stores once; without lag, too."""
+the better one first. Supervised and preference losses need no sampling policy, so the lag bound does not apply.
+replay: transitions that a replay buffer stores once; the lag bound does not apply either."""
 
 OBJECTIVES: frozenset[str] = frozenset(get_args(Objective))

@@ -1,7 +1,7 @@
 """Payloads above 1 MiB as consecutive messages of one stream, stored atomically.
 
 The first part has the headers of the whole and ``Penstock-Parts``, the number of messages. The others are published on
-a separate subject, so that followers of payloads see one message each; they have ``Penstock-Part``, their index from 1.
+a separate subject, so that followers see one message per payload; they have ``Penstock-Part``, their index from 1.
 Part ``i`` has the sequence of the first one plus ``i``.
 """
 

@@ -2,9 +2,9 @@
 subjects.
 
 A deployment has one user per role, each with its own password. Responses to requests go to an inbox below
-``_INBOX.ROLE``, which only that role can subscribe to. The permissions apply to messages that a client itself sends;
-the server answers a request to its own API on any subject that the request names. So only the coordinator and the
-trainer may read raw messages through ``DIRECT.GET``, the only response whose bytes the requester can choose.
+``_INBOX.ROLE``, which only that role can subscribe to. The permissions do not restrict the server itself: it sends the
+response to a request of its API to any subject that the request names. Only the coordinator and the trainer may request
+``DIRECT.GET``, because its response, a stored message, is the only one whose bytes a requester can choose.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def nats_users(passwords: Mapping[str, str]) -> str:
 
 
 def _all(subject_of: Callable[[str], str]) -> str:
-    """Return a wildcard for all subjects that ``subject_of``, a function of one name, makes."""
+    """Return a wildcard for all subjects that ``subject_of``, a function of one name, returns."""
     return subject_of("x").rpartition(".")[0] + ".*"
 
 
@@ -88,7 +88,8 @@ def _key(bucket: str, keys: str = ">") -> str:
 
 
 def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
-    """Return the API subjects by which a role reads ``subject`` of a stream: by its own consumers, or one by one."""
+    """Return the API subjects by which a role reads the messages of ``subject``: by consumers of its own or singly,
+    with ``direct`` also by ``DIRECT.GET``."""
     return (
         f"{_API}.STREAM.INFO.{stream}",
         f"{_API}.STREAM.MSG.GET.{stream}",
@@ -116,7 +117,7 @@ def _works(queue: str) -> tuple[str, ...]:
 
 
 def _answers(*roles: str) -> tuple[str, ...]:
-    """Return the subjects by which a role answers requests of ``roles``."""
+    """Return the inbox subjects to which a role sends its answers to requests of ``roles``."""
     return tuple(f"{inbox_of(role)}.>" for role in roles)
 
 

@@ -9,19 +9,19 @@ import msgspec
 __all__ = ["POOLS", "Pool", "ScaleReply", "ScaleRequest"]
 
 Pool = Literal["rollout", "reward", "env"]
-"""Services whose workers hold only leases, so that workers may come and go while jobs run."""
+"""Services whose workers may come and go while jobs run: other workers redo the work that one leaves unfinished."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for ``replicas`` workers in a pool; None: only report the numbers. Safe to repeat.
 
-    ``wish``: id of the operation. Ids are ordered by time, and a request is rejected if a newer one was applied.
+    ``operation``: id of the operation. Ids are ordered by time, and a request is rejected if a newer one was applied.
     """
 
     pool: Pool
     replicas: int | None = None
-    wish: str = ""
+    operation: str = ""
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -73,10 +73,10 @@ class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """Step of an environment that leads the conversation: new messages, or the end of the episode.
+    """Step of an environment that leads the conversation (type `verifiers`): new messages, or the end of the episode.
 
-    ``messages`` are new since the policy's last turn, in OpenAI's format; None: the episode is over, with a reward, or
-    with an error that is independent of the policy.
+    ``messages`` are new since the policy's last turn, in OpenAI's format; None: the episode has ended, with a reward,
+    or with an error that is independent of the policy.
     """
 
     messages: list[dict[str, Any]] | None = None

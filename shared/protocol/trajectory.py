@@ -1,6 +1,6 @@
 """Trajectories and groups: tokens that a policy generated, the versions that generated them, and their rewards.
 
-A group is columnar: flat arrays over all tokens of its trajectories plus ``cu_seqlens``, never a tensor per token list.
+A group is columnar: flat arrays over all tokens of its trajectories plus ``cu_seqlens``, never a tensor per trajectory.
 
 Shapes: G trajectories of the group, N tokens of all completions, P prompt tokens, S version spans.
 """
@@ -45,15 +45,16 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
-    """Facts of a group for the gate; a message header contains them, so that readers need no payload.
+    """Properties of a group, for the gate that admits groups to batches; they travel in a message header, so that
+    readers need no payload.
 
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` is the reason why
     there is no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not
     redrawn. ``error`` is the first scoring error, for display. ``greedy`` marks completions decoded at temperature 0;
     empty: none. The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is as in ``Group``;
-    earlier versions did not write it. ``source`` is the name of its prompt's source; empty: a live agent's prompt, or
-    written by an earlier version. ``weights`` are the versions in its spans with the short digests of their weights, if
-    known.
+    earlier versions did not write it. ``source`` is the name of the data source of the prompt; empty if a live agent
+    sent the prompt, or an earlier version wrote the header. ``weights`` are the policy versions in the spans of the
+    group, with the short digests of their weights, if known.
     """
 
     draw: Draw
@@ -109,7 +110,7 @@ class Group:
     """The G trajectories of one draw.
 
     Attributes:
-        draw: the draw that this group answers; ``attempt`` is the random id of this generation.
+        draw: the draw for which a worker generated the group; ``attempt`` is a random id for each time that it did.
         prompt_ids: int32 [P].
         token_ids: int32 [N], the concatenated completions; ``cu_seqlens`` int32 [G+1] splits them.
         logprobs: float32 [N], behaviour log-probs: log softmax(logits / temperature) of the sampled token.
@@ -128,7 +129,7 @@ class Group:
         assumed: the sampling policy is unknown and taken to be the newest one; the log-probs are meaningless.
         temperature: sampling temperature of all completions except the greedy one; the trainer's log-probs are of
             logits / temperature, too. 0: all are greedy, and none is trained on.
-        meta: small JSON-like facts for display: prompt text, completions, answer, source, worker, seconds.
+        meta: small JSON-like values for display: prompt text, completions, answer, source, worker, seconds.
     """
 
     job: str
@@ -251,7 +252,7 @@ class Group:
 def check_spans(
     draw: Draw, spans: NDArray[np.int32], weights: Sequence[str], cu_seqlens: NDArray[np.int32], *, of: str, every: str
 ) -> None:
-    """Raise ProtocolError unless the version spans [S, 4] of a group cover it exactly once, in order.
+    """Raise ProtocolError unless the version spans [S, 4] cover every trajectory of a group exactly once, in order.
 
     Args:
         weights: short digest of the weights behind each span, or empty.

@@ -10,7 +10,7 @@ __all__ = ["Finding", "TrialReply", "TrialRequest"]
 
 
 class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to try the code that ``parts`` names, on one example.
+    """Request to try a user's code on one example.
 
     ``parts`` has sections of a job file, or names of code, by dotted key. ``prompt``, ``answer`` and ``row`` are the
     first row of the job's data. A worker ends the trial after ``limit_s``, and does not begin it after ``start_by``
@@ -28,8 +28,8 @@ class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
-    """A problem of the code under ``key``. ``fatal``: the job cannot run; otherwise the code failed on the example
-    alone."""
+    """A problem of the code under ``key``. ``fatal``: the job cannot run; otherwise the code failed only on the
+    example."""
 
     key: str
     text: str

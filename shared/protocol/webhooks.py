@@ -52,5 +52,6 @@ class StoredWebhook(WebhookRecord):
         return WebhookRecord(**{name: getattr(self, name) for name in WebhookRecord.model_fields})
 
     def wants(self, type: str) -> bool:
-        """Return True if events of this type are subscribed; a trailing ``*`` matches any ending."""
+        """Return True if the webhook subscribes to events of this type; ``*`` at the end of a subscription matches any
+        ending."""
         return any(type == one or (one.endswith("*") and type.startswith(one[:-1])) for one in self.types)

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 COLLECTIVES = ("gloo", "nccl")
-"""Transports whose receivers form one group."""
+"""Transports by which the trainer broadcasts to all receivers as one group of ranks."""
 ALIGN = 64
 """Alignment of tensors in a slot (bytes)."""
 
@@ -50,7 +50,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class SlotRef(msgspec.Struct, frozen=True):
-    """Opaque reference to the bytes: transport, host, and a path or address that only that transport interprets."""
+    """Reference to the bytes of a version: transport, host, and ``handle``, a path or address for the transport."""
 
     transport: str
     host: str

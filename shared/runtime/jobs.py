@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 AGAIN_S = 30.0
-"""Delay of the second release of memory after a job (seconds): by then most threads that still computed for it have
-ended."""
+"""Delay of the second release of memory after a job (seconds). By then most threads that still computed for the job
+have ended."""
 
 
 LONGEST_DOUBT_S = 300.0
@@ -47,7 +47,8 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """Phase of a job record: most jobs of an old deployment are over, and the rest of their records is not decoded."""
+    """Part of a job record that holds the phase. It is decoded first: for a job that has ended, as most have in an old
+    deployment, nothing else is needed."""
 
     status: _Status = _Status()
 
@@ -61,7 +62,7 @@ OpenServing = Callable[[str, ServingJob], Awaitable[None]]
 
 
 class Breaks:
-    """Reasons why sessions of this process broke, by job, for its heartbeats.
+    """Reasons why sessions of this process broke, by job, for the heartbeats of the process.
 
     A reason is reported until the next session has lasted a while longer than the broken one. Before that, the next
     session may still break for the same reason, for example if an engine takes minutes to fail.
@@ -80,7 +81,7 @@ class Breaks:
         self._reasons[job] = since, text, end
 
     def forget(self, job: str) -> None:
-        """Drop the reason of a job that is over."""
+        """Drop the reason of a job that has ended."""
         self._reasons.pop(job, None)
 
     def add_to(self, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -110,8 +111,8 @@ async def watch_jobs(
     without one ignores such jobs. ``amend(job, config)`` is called when the job file changed; a restarted session gets
     the newest job file.
 
-    ``on_end(job)`` is called when a job is over and its session, if any, is closed; also for jobs that ended while this
-    process was not running, so it must be idempotent.
+    ``on_end(job)`` is called when a job has ended and its session, if any, is closed. It is also called for jobs that
+    ended or were deleted while this process was not running, so it must be idempotent.
 
     ``breaks`` records why sessions failed.
     """
@@ -178,7 +179,7 @@ class _Sessions:
         self._releasing: asyncio.Task[None] | None = None
 
     def follow(self, job: str, config: AnyJob) -> None:
-        """Handle the record of a running job: open its session, or amend it."""
+        """Handle the record of a running job: open its session, or call ``amend`` if the job file changed."""
         before, self._configs[job] = self._configs.get(job), config
         if before is not None and before != config:
             self._amend(job, config)
@@ -187,7 +188,7 @@ class _Sessions:
             self._tasks[job] = asyncio.create_task(_keep_open(job, partial(self._open, job), self._breaks))
 
     async def end(self, job: str) -> None:
-        """Close the session of a job that is over."""
+        """Close the session of a job that has ended, and release its memory."""
         if job in self._tasks:
             await end_tasks(
                 [self._tasks[job]]

@@ -123,7 +123,10 @@ class Lease:
         raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
 
     async def _renew_meanwhile(self) -> None:
-        """Renew once over the holder's connection, if a renewal is due. Raises Fenced."""
+        """Renew once over the holder's connection if a renewal is due, while the thread is not connected yet.
+
+        Raises Fenced.
+        """
         if time.monotonic() - self._renewed < self.lease_s / 3:
             return
         try:
@@ -207,7 +210,7 @@ class Lease:
 
 
 class _Renewing:
-    """Thread that renews one lease. ``over`` is done once the thread has stopped renewing, for ``reason``."""
+    """Thread that renews one lease. The future ``over`` completes once the thread stops renewing, for ``reason``."""
 
     def __init__(self, lease: Lease, bus: Bus) -> None:
         self._lease, self._bus = lease, bus

@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 ARCHIVED = "Penstock-Archived"
-"""Header of a ledger entry: name of the newest segment, the last one of the archived part of the ledger."""
+"""Header of a ledger entry: name of the newest segment in the archive when the entry was written."""
 MAGIC = b"penstock ledger segment 1\n"
 FOLDER = "ledgers"
 _NAME = re.compile(r"([0-9]{8})-([0-9]{1,20})-([0-9a-f]{64})", re.ASCII)
@@ -136,7 +136,7 @@ def _sync(folder: Path) -> None:
 
 
 def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
-    """Return the newest segment that an entry's headers name; None: nothing was archived before the entry."""
+    """Return the segment that the headers of a ledger entry name; None if nothing was archived before the entry."""
     text = headers.get(ARCHIVED)
     if text is None:
         return None
@@ -147,13 +147,13 @@ def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
 
 
 def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
-    """Return the newest segment that any of these entries names; None: none of them names one."""
+    """Return the newest segment that the headers of these entries name; None if they name none."""
     found = (segment_of(message.headers, job) for message in messages)
     return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
 
 
 def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | None) -> tuple[Segment, bytes]:
-    """Build the segment after ``before`` with these entries (at least one); return it and its bytes."""
+    """Build the segment after ``before`` from these entries (at least one); return the segment and its bytes."""
     header = {"job": job, "number": before.number + 1 if before else 1, "before": before.name if before else ""}
     records = (_RECORD.pack(entry.seq, len(entry.data)) + entry.data for entry in entries)
     data = b"".join([MAGIC, msgspec.json.encode(header), b"\n", *records])

@@ -84,7 +84,8 @@ def setup_logging(level: str, *, service: str, worker: str, directory: Path | No
 
 
 def _open_file(directory: Path, service: str, worker: str) -> logging.Handler:
-    """Open ``<service>-<worker>.log``, of which one full predecessor is kept; remove old log files."""
+    """Open ``<service>-<worker>.log``, and remove old log files. Of the worker's full files, only the newest is
+    kept."""
     name = worker if worker.startswith(f"{service}-") else f"{service}-{worker}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

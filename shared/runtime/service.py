@@ -75,12 +75,12 @@ class Service(Protocol):
 
 
 class ServiceFactory(Protocol):
-    """Class (or function with a ``name``) that makes a service."""
+    """Class (or function with a ``name``) that creates a service."""
 
     name: str
 
     def __call__(self, bus: Bus, settings: ServiceSettings) -> Service:
-        """Make the service, without awaiting anything."""
+        """Create the service, without awaiting anything."""
 
 
 def run_service(factory: ServiceFactory) -> None:
@@ -103,7 +103,8 @@ def run_service(factory: ServiceFactory) -> None:
 
 
 def _leave_threads(code: int) -> NoReturn:
-    """Exit at once, because a thread that waits for a lost rank, or computes a long step, may not end."""
+    """Exit the process with ``code`` at once. Threads that wait for a lost rank, or compute a long step, might never
+    end."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -215,10 +216,10 @@ class _Process:
                 log.warning("waiting for the bus: %s", error)
 
     async def _ensure_streams(self, bus: Bus) -> bool:
-        """Create the streams (coordinators) or wait for them (other services); return once all exist.
+        """Create the streams (coordinators) or wait for them (other services); return True once all exist.
 
-        Sizes of existing streams do not change here: only the coordinator's own service changes them, because two
-        settings would conflict.
+        Sizes of existing streams do not change here. Only the coordinator's own service changes them, because the
+        settings of two services could conflict.
         """
         settings = self._settings
         reported = ""
@@ -242,7 +243,10 @@ class _Process:
             await asyncio.sleep(RETRY_S)
 
     async def _measure_clock(self, bus: Bus) -> bool:
-        """Set bus time before the service compares times, and warn once about a wrong clock of this host."""
+        """Measure how far this host's clock is off the bus's, with retries; return True once that succeeded.
+
+        A warning is logged when the clock becomes wrong.
+        """
         while True:
             try:
                 skew_s = await bus.measure_clock()
@@ -271,8 +275,8 @@ class _Process:
             LOOP_LAG.set(max(loop.time() - due, 0.0))
 
     async def _sign(self) -> None:
-        """Send one heartbeat. The last one, after draining, says that the process is not ready, so that it is not
-        reported as lost."""
+        """Send one heartbeat. The last one, after draining, has ``ready`` False, so that the coordinator does not
+        report the process as lost."""
         settings, bus, service = self._settings, self._bus, self._service
         assert bus is not None
         assert service is not None

@@ -30,7 +30,7 @@ __all__ = [
 T = TypeVar("T")
 MAX_FACTS = 4096
 AGAIN_S = 30.0
-"""Longer than any task's cleanup (seconds)."""
+"""Time after which `end_tasks` cancels a task again; longer than any task's cleanup (seconds)."""
 _ended: WeakSet[asyncio.Task[Any]] = WeakSet()
 """Tasks that `end_tasks` has cancelled."""
 
@@ -84,7 +84,7 @@ def raise_if_cancelled() -> None:
 
 
 async def unexpected(work: Awaitable[None]) -> Exception | None:
-    """Await ``work`` and return the exception that ended it, of any type, so that a bug in one task does not end
+    """Await ``work`` and return the exception that ended it, of any type, or None. So a bug in one task does not end
     others.
 
     The work has a task of its own: until Python 3.13 a TaskGroup whose tasks fail at the end of its block leaves its
@@ -150,7 +150,7 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:
-    """Await with a deadline.
+    """Await ``awaitable`` with a deadline, and return its result.
 
     Raises:
         DeadlineError: the deadline passed; the message names ``what``. The awaitable is cancelled.
@@ -173,7 +173,7 @@ async def retry(
     first_pause_s: float = 0.05,
     longest_pause_s: float = 2.0,
 ) -> T:
-    """Repeat ``attempt`` while it raises one of ``on``, with doubling, randomised pauses in between.
+    """Repeat ``attempt`` while it raises one of ``on``, with doubling, randomised pauses in between; return its result.
 
     Raises:
         DeadlineError: no attempt succeeded in time; the message names ``what``, and the last error unless the last
@@ -230,24 +230,29 @@ class Background:
 
 
 class Inbox:
-    """Queue of facts for the leader of a job, which applies them one at a time and in order, between its decisions.
+    """Queue of updates for the leader of a job, which applies them one at a time and in order, between its decisions.
 
-    A fact is a coroutine function, which the leader calls to apply the fact. ``put`` waits while the queue is full.
+    An update (``fact``) is a coroutine function that the leader calls.
     """
 
     def __init__(self, max_facts: int = MAX_FACTS) -> None:
         self._facts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(max_facts)
 
     async def put(self, fact: Callable[[], Awaitable[None]]) -> None:
-        """Add a fact."""
+        """Add an update; wait while the queue is full."""
         await self._facts.put(fact)
 
     async def ask(self, fact: Callable[[], Awaitable[T]]) -> T:
-        """Add a fact, and return its result once the leader has applied it."""
+        """Add an update, and return its result once the leader has applied it. Raises what the update raises."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def answered() -> None:
-            result = await fact()
+            try:
+                result = await fact()
+            except Exception as error:
+                if not done.done():
+                    done.set_exception(error)
+                raise
             if not done.done():
                 done.set_result(result)
 
@@ -260,10 +265,11 @@ class Inbox:
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
-        """Wait for a fact, then apply queued facts for at most ``within_s`` seconds, so that one decision covers many.
+        """Wait for an update, then apply queued updates for at most ``within_s`` seconds, so that the leader's next
+        decision takes many updates into account.
 
-        Later facts stay queued, because the leader checks the desired state and deadlines in between. ``rest_s``:
-        longest wait for the first fact (seconds); None: ``within_s``.
+        Later updates stay queued, because the leader checks the desired state and deadlines in between. ``rest_s``:
+        longest wait for the first update (seconds); None: ``within_s``.
         """
         try:
             async with asyncio.timeout(within_s if rest_s is None else rest_s):

@@ -40,7 +40,7 @@ _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
 class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
-    """Message: the trial begins to do ``what`` with the code under ``key``; ``fatal``: as in ``Attempts.at``."""
+    """Message that the trial begins to do ``what`` with the code under ``key``; ``fatal``: as in ``Attempts.at``."""
 
     key: str
     what: str
@@ -48,14 +48,14 @@ class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
 
 
 class _Done(msgspec.Struct, frozen=True, tag="done"):
-    """Message: the trial has ended."""
+    """Message that the trial has ended."""
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
 
 
 async def run_trial(module: str, request: TrialRequest) -> TrialReply:
-    """Run a trial in a process of its own, and kill that process at its time limit.
+    """Run a trial in a process of its own, which is killed at its time limit, and return the findings.
 
     Raises:
         Unavailable: the sender of the request no longer waits, or no process can be started.
@@ -111,7 +111,7 @@ async def start_with_channel(
 
 
 async def _findings(reader: asyncio.StreamReader, process: asyncio.subprocess.Process, limit_s: float) -> list[Finding]:
-    """Return all findings of a trial. If the trial hangs or dies, a finding about what it was doing is added."""
+    """Return all findings of a trial. If the trial hangs or dies, add a finding that names its last action."""
     found: list[Finding] = []
     doing = _Doing(key="", what="starting a process", fatal=False)
     decoder = msgspec.msgpack.Decoder(_Doing | Finding | _Done)
@@ -156,7 +156,7 @@ async def kill_group(process: asyncio.subprocess.Process) -> None:
 
 
 class Attempts:
-    """Reports of a trial: each attempt to do something with code of the user, and each failure."""
+    """Runs the actions of a trial that need code of the user, and reports each attempt and each failure."""
 
     def __init__(self, service: str, send: Callable[[_Doing | Finding], None]) -> None:
         self._service, self._send = service, send
@@ -184,7 +184,8 @@ class Attempts:
 
 
 def serve_trial(service: str, try_out: Callable[[TrialRequest, Attempts], None]) -> NoReturn:
-    """Run one trial, as the ``main`` of a module that ``run_trial`` starts; ``service`` is the one that started it."""
+    """Run one trial, as the ``main`` of a module that ``run_trial`` starts; ``service``: name of the service that
+    starts it."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent, service)
@@ -211,7 +212,8 @@ def described(what: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException | None) -> str:
-    """Return the innermost place of an exception in code of the user, in brackets; '' if there is none."""
+    """Return file and line of the innermost frame of ``error`` in user code, in brackets. Without such a frame, use the
+    innermost one in an installed package; return '' if there is none either."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     outside = [frame for frame in frames if not frame.filename.startswith(("<", *_OWN))]
     written = [f for f in outside if _PACKAGES not in f.filename and not f.filename.startswith(_STANDARD)]

@@ -16,7 +16,7 @@ from penstock.shared.sandbox.plan import READY, START_LIMIT_S, STOP, Verdict
 __all__ = ["Outcome", "collect"]
 
 _PATIENCE_S = 10.0
-"""Time after stopping a run (seconds) after which the warden is considered dead."""
+"""Longest wait for the warden's report after a request to stop a run (seconds); then the warden is considered dead."""
 _CHUNK = 1 << 16
 
 
@@ -76,7 +76,7 @@ class _Run:
         return max(0.0, self._deadline - time.monotonic())
 
     def read(self, descriptor: int) -> bool:
-        """Read from a descriptor; return True if nothing more will come from it."""
+        """Read from ``descriptor``; return True if it has reached its end."""
         if descriptor not in self._written:
             message = self._channel.recv(256)
             if not message:
@@ -94,7 +94,10 @@ class _Run:
         return not data
 
     def look_at_clock(self) -> None:
-        """Stop a run that has exceeded its time limit. Raises TimeoutError if it does not stop, or never begins."""
+        """Stop the run if it has exceeded its time limit.
+
+        Raises TimeoutError if the warden did not begin the run, or did not stop it, in time.
+        """
         if time.monotonic() < self._deadline:
             return
         if self._late or not self._began:
@@ -103,7 +106,7 @@ class _Run:
         self._channel.send(STOP)
 
     def outcome(self, nonce: str) -> Outcome:
-        """Return the outcome, after the warden has reported the end of the run."""
+        """Return the outcome. Call this after the warden has reported the end of the run."""
         verdict = self._verdict
         assert verdict is not None
         if not self._began:

@@ -1,4 +1,4 @@
-"""Permanent drop of a run's rights, in the order that works."""
+"""Permanent drop of a run's rights, in an order in which no step takes the rights that a later step needs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ SCRATCH = "/tmp"
 _MAX_FILES = 64
 _MAX_THREADS = 64
 _WARDENS = 2
-"""The warden and process 1, which count towards the limit if they have the same user as the program."""
+"""Number of Penstock's processes (warden and process 1) that count towards the process limit of a program with the
+same user."""
 _NOBODY = 65534
 _PRIVATE_USERS = 0x40000000
-"""User ids of runs: this plus the handle's process id, so that processes of others do not count towards limits."""
+"""Base of the user ids of runs, to which the handle's process id is added. Processes that other handles started then
+have other users, and do not count towards the process limit."""
 
 
 def confine(plan: Plan, warden: int) -> None:
@@ -30,7 +32,7 @@ def confine(plan: Plan, warden: int) -> None:
     process that forked it.
 
     Raises:
-        OSError: a layer does not hold; the program must not be started.
+        OSError: a layer of containment is not available; the program must not be started.
     """
     _limit(plan)
     if plan.mechanism == "namespaces" and os.geteuid() == 0:
@@ -79,7 +81,7 @@ def _threads_of_user() -> int:
 
 
 def _become_nobody(number: int) -> None:
-    """Change to a user without files and other processes; to the usual nobody if a container maps no other user ids."""
+    """Change to a user id without files and other processes; if a container maps no such id, to that of nobody."""
     os.setgroups([])
     for user in (_PRIVATE_USERS + number, _NOBODY):
         try:

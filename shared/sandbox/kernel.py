@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Capabilities(ctypes.Structure):
-    """Header, and two words for each of the three capability sets, as capset expects them."""
+    """Argument of capset: its header, and two words for each of the three capability sets."""
 
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int32), ("sets", ctypes.c_uint32 * 6))
 
@@ -63,7 +63,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """Make the system call ``name``, one of the above, and return its result.
+    """Make the system call ``name``, one of ``_NUMBERS``, and return its result.
 
     Raises:
         OSError: the kernel refuses.
@@ -73,7 +73,10 @@ def syscall(name: str, *arguments: object) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Move this process (for process ids: its children) to new namespaces of the kinds ``flags``. Raises OSError."""
+    """Move this process, or with CLONE_NEWPID its later children, to new namespaces of the kinds ``flags``.
+
+    Raises OSError.
+    """
     _checked(_libc.unshare(flags), "unshare")
 
 

@@ -1,4 +1,4 @@
-"""Landlock: drops all file access of a process except to listed trees
+"""Landlock: drops all file access of a process except to listed directory trees
 (https://docs.kernel.org/userspace-api/landlock.html)."""
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _READING = _EXECUTE | _READ_FILE | _READ_DIR
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All file rights of each interface version; later versions have those of 5."""
+"""Bit mask of all file rights by version of the interface; later versions have the rights of version 5."""
 _NET_RIGHTS = 0b11
-"""bind and connect over TCP, from version 4."""
+"""Rights to bind and to connect over TCP, from version 4 of the interface."""
 _SCOPES = 0b11
-"""Scopes: abstract sockets of, and signals to, processes outside; from version 6."""
+"""Scopes that deny abstract sockets of, and signals to, outside processes, from version 6 of the interface."""
 
 
 def landlock_version() -> int:
@@ -35,9 +35,10 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Deny this process and its children access to files outside these trees, and TCP if the kernel supports that.
+    """Deny this process and its children access to files outside ``readable`` and ``writable``.
 
-    Needs ``no_new_privileges``. Missing paths are ignored.
+    Newer kernels also deny TCP, and signals and abstract sockets to other processes. Needs ``no_new_privileges``.
+    Missing paths are ignored.
 
     Raises:
         OSError: the kernel refuses.

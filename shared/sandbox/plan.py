@@ -7,20 +7,20 @@ from typing import Any, Literal, NamedTuple
 __all__ = ["READY", "START_LIMIT_S", "STOP", "Job", "Mechanism", "Plan", "Verdict"]
 
 Mechanism = Literal["namespaces", "landlock"]
-"""`namespaces`: own mounts, network, process ids, scratch directory; `landlock`: one process, no file changes."""
+"""`namespaces`: private mounts, network, process ids, scratch directory; `landlock`: one process, no file changes."""
 
 READY = b"ready\n"
-"""Written by a run once it is contained, before it reads the program."""
+"""Line that a run writes to its results once it is contained, before it reads the program."""
 
 START_LIMIT_S = 30.0
 """Time limit of starting the warden, and of containing a run (seconds)."""
 
 STOP = b"stop"
-"""Sent by the handle to stop a run at once."""
+"""Message by which the handle has the warden stop a run at once."""
 
 
 class Plan(NamedTuple):
-    """Settings of a warden, constant for its life."""
+    """Settings of a warden, which never change while it runs."""
 
     mechanism: Mechanism
     parent: int
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     packages: list[str]
     """Directories appended to the program's import path after the standard library."""
     preload: list[str]
-    """Modules imported before runs are forked."""
+    """Modules that the warden imports before it forks runs."""
     cpu_s: int
     memory_bytes: int
     scratch_bytes: int
@@ -43,12 +43,12 @@ class Plan(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Program of a run. ``steps`` empty: run the program as a script, with standard input and output."""
+    """Program of a run, and steps (calls or statements) to execute after it; without steps, it runs as a script."""
 
     program: str
     steps: list[dict[str, Any]]
     nonce: str
-    """Random text written with each result of a step; a program that prints results of its own does not know it."""
+    """Random text in each result of a step. Results that a program writes itself lack the text, and are ignored."""
     role: Literal["", "program", "judge"] = ""
     """Role in a pair of runs joined by pipes: `program` executes the program and answers requests, `judge` executes the
     steps. Empty: a run of its own."""

@@ -45,7 +45,7 @@ _CONTAINERS: dict[str, type] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
 }  # fmt: skip
 _LONG_BITS = 8192
-"""Longest integer in bits that JSON can represent; longer ones have too many digits."""
+"""Longest integer in bits that is sent as a JSON number; Python refuses to parse decimal numbers of many digits."""
 _LIBRARY = sys.stdlib_module_names - {"unittest", "doctest", "bdb"}
 """Modules whose exceptions the judge recognises; the excluded ones define exceptions that skip a test."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
@@ -67,7 +67,7 @@ class Gone(Exception):  # noqa: N818  no error of the judge
 
 
 class _Peer:
-    """One end of the connection. Keeps the objects that the other end refers to by number."""
+    """One end of the connection. It stores the objects to which the other end refers by number."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), write
@@ -75,12 +75,12 @@ class _Peer:
         self._numbers: dict[int, int] = {}
 
     def ask(self, *message: Any) -> Any:
-        """Send a request and return its reply; serves incoming requests meanwhile."""
+        """Send a request and return the reply; meanwhile, serve requests of the other end."""
         self._send(message)
         return self.wait()
 
     def wait(self) -> Any:
-        """Serve requests until the reply arrives. Raises Gone, or the exception raised at the other end."""
+        """Serve requests until the reply arrives; return it. Raises Gone, or the exception raised at the other end."""
         while True:
             message = self._receive()
             kind, rest = message[0], message[1:]
@@ -94,7 +94,7 @@ class _Peer:
                 self.serve(kind, rest)
 
     def serve(self, kind: Any, rest: list[Any]) -> None:
-        """Answer one request."""
+        """Execute a request of the other end by ``carry_out``, and send the result or the exception."""
         try:
             answer = ["ok", self.encode(self.carry_out(kind, rest))]
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a program or a test
@@ -129,7 +129,7 @@ class _Peer:
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
-        """Encode as JSON. Objects that are not data are kept, and referred to by number."""
+        """Return ``value`` in JSON form. An object that is not data is stored here, and its number is sent instead."""
         if type(value) is int and value.bit_length() > _LONG_BITS:
             return {"t": "int", "v": hex(value)}
         if value is None or type(value) in (bool, *_PLAIN):
@@ -142,7 +142,7 @@ class _Peer:
         return self._encode_like(value)
 
     def _encode_like(self, value: Any) -> Any:
-        """Encode containers, and subclasses of numbers and text by value, without the behaviour of their class."""
+        """Encode containers, and instances of subclasses of numbers and text, by value, without their class."""
         found: Any = None
         if isinstance(value, str):
             return str.__str__(value)
@@ -168,20 +168,20 @@ class _Peer:
         raise NotImplementedError
 
     def keep(self, value: Any) -> int:
-        """Return the number by which the other end refers to an object."""
+        """Store an object, and return the number by which the other end refers to it."""
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
         return number
 
     def kept(self, number: Any) -> Any:
-        """Return the object with that number."""
+        """Return the stored object with this number. Raises Gone if ``number`` is not a valid number."""
         if type(number) is not int or number < 0:
             raise Gone("no such object")
         return self._objects[number]
 
     def decode(self, value: Any) -> Any:
-        """Decode a value. Raises Gone for anything that neither end sends."""
+        """Decode a value. Raises Gone if ``encode`` cannot have produced it."""
         if not isinstance(value, dict):
             if value is None or isinstance(value, bool | int | float | str):
                 return value
@@ -232,7 +232,7 @@ class _Peer:
 
 
 def _private(read: int, write: int) -> tuple[int, int]:
-    """Duplicate two pipes to other numbers; reads and writes by the old numbers have no effect."""
+    """Duplicate two pipes to new descriptors and return these; the old ones then read nothing, and discard writes."""
     private = os.dup(read), os.dup(write)
     nothing, closed = os.pipe()
     os.close(closed)
@@ -246,10 +246,10 @@ def _private(read: int, write: int) -> tuple[int, int]:
 
 
 class Remote:
-    """Object of the program. Operations between such objects are executed by the program.
+    """The judge's handle of an object of the program. The program executes operations between such objects.
 
-    Such an object never equals data, and other operations with data raise TypeError: otherwise an object could pretend
-    to be any number, and would learn the expected number.
+    A ``Remote`` never equals data, and other operations of it with data raise TypeError. Otherwise the object could
+    pretend to be any number, and the program would learn the expected number.
     """
 
     __slots__ = ("_number", "_peer")
@@ -294,7 +294,7 @@ for _name in (*_UNARY, *_BINARY, *_ITEMS, *_COMPARISONS):
 
 
 class _Judge(_Peer):
-    """End of the judge. The program may call functions that the tests passed to it, and nothing else."""
+    """The judge's end of the connection. The program may call functions that tests passed to it, and nothing else."""
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)
@@ -302,7 +302,7 @@ class _Judge(_Peer):
         self._remotes: dict[int, Remote] = {}
 
     def ask(self, *message: Any) -> Any:
-        """Send a request. ``StopIteration`` passes only if the next item was requested; otherwise RuntimeError."""
+        """Send a request. A StopIteration of the program becomes RuntimeError, unless the request is ``next``."""
         try:
             return super().ask(*message)
         except StopIteration as error:
@@ -311,7 +311,8 @@ class _Judge(_Peer):
             raise RuntimeError("the program raised StopIteration") from error
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the program; its changes of list, dict and set arguments are copied back."""
+        """Call a function of the program and return its result. Lists, dicts and sets that it changed among its
+        arguments change here, too."""
         given = {key: self.encode(each) for key, each in kwargs.items()}
         value, changed = self.ask("call", number, [self.encode(each) for each in args], given)
         for place, new in changed:
@@ -319,11 +320,11 @@ class _Judge(_Peer):
         return value
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """Apply an operation to objects of the program."""
+        """Have the program apply the operator or builtin ``name`` to ``operands``, and return the result."""
         return self.ask("op", name, [self.encode(each) for each in operands])
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """Call a function of a test on behalf of the program."""
+        """Call a function of a test, as the program requested, and return its result; refuse any other request."""
         if kind != "back":
             raise Gone(f"a program cannot ask for '{kind!r:.20}'")
         number, args, kwargs = rest
@@ -364,7 +365,7 @@ class _Judge(_Peer):
         raise error
 
     def _error(self, named: Mapping[str, Any]) -> type[BaseException]:
-        """Return the exception class that a program names: Python's own, or a new one of that name and those bases."""
+        """Return the exception class that a program names: Python's own, or a new class with this name and bases."""
         module, name, number = str(named["m"]), str(named["v"]), named["n"]
         found = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _LIBRARY else None
         if isinstance(found, type) and issubclass(found, Exception | SystemExit):
@@ -396,8 +397,8 @@ def _replace(target: Any, new: Any) -> None:
 
 
 class RemoteNames(dict[str, Any]):
-    """Namespace of the statements. Python's builtins take precedence over names of the program, except those in
-    ``own``.
+    """Namespace of test statements, which looks up unknown names in the program. Python's builtins take precedence
+    over names of the program, except names in ``own``.
 
     ``read`` and ``write`` are the pipes; reads and writes of the statements by these numbers have no effect.
     """
@@ -420,14 +421,14 @@ class RemoteNames(dict[str, Any]):
 
 
 class _Program(_Peer):
-    """End of the program, in its process."""
+    """The program's end of the connection, in the program's process."""
 
     def __init__(self, read: int, write: int, names: dict[str, Any]) -> None:
         super().__init__(read, write)
         self._names = names
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """Execute a request of the judge."""
+        """Execute a request of the judge and return the result."""
         if kind == "name":
             return rest[0] in self._names, self._names.get(rest[0])
         if kind == "call":
@@ -478,7 +479,7 @@ class _Program(_Peer):
 
 
 class _Given:
-    """Handle, in the program's process, of a function of a test."""
+    """The program's handle of a function of a test; a call of it is a request to the judge."""
 
     def __init__(self, peer: _Program, number: int) -> None:
         self.peer, self.number = peer, number

@@ -25,10 +25,10 @@ _ABOVE_ALL = 100
 _MANY = 1 << 20
 
 _STANDARD_LIBRARY = sys.path[1:]
-"""The warden starts without site packages; the first entry of its path, the location of Penstock, is excluded."""
+"""Import path of programs: the warden's path without the location of Penstock. It contains no site packages."""
 
 _compile, _eval, _exec, _dumps, _write, _exit = compile, eval, exec, json.dumps, os.write, os._exit
-"""References to the originals, which a program may replace."""
+"""References to Python's own functions, taken before a program can replace them."""
 _WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
 """Errors that a program may raise."""
 
@@ -65,7 +65,7 @@ def _take(descriptors: list[int]) -> int:
 
 
 def _read_all(descriptor: int) -> bytes:
-    """Return the content of a descriptor and close it, so that a program cannot read it again."""
+    """Return the content of a file descriptor, and close it, so that the program cannot read the file again."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
         return file.read()
@@ -84,7 +84,7 @@ def _fresh_main(packages: list[str]) -> dict[str, Any]:
 
 
 def _execute(job: Job, names: dict[str, Any]) -> int:
-    """Execute the program and its steps; return the exit status. Tracebacks are not printed, as no one reads them."""
+    """Execute the program and its steps; return the exit status. An exception ends both without a traceback."""
     try:
         if job.role == "program":
             return serve(job.program, names, 0, 1)
@@ -99,7 +99,7 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 
 
 def _judge(job: Job) -> int:
-    """Execute the steps, with names looked up in the program, which runs in another process; return the exit status."""
+    """Execute the steps; return the exit status. Their unknown names are looked up in the program's process."""
     try:
         names = RemoteNames(0, 1, [each for step in job.steps for each in step.get("own", ())])
     except (Gone, OSError, ValueError):  # the program did not complete
@@ -110,7 +110,7 @@ def _judge(job: Job) -> int:
 
 
 def _wind_up(names: dict[str, Any]) -> None:
-    """Perform the shutdown steps that programs rely on; a complete one would take longer than most runs."""
+    """Perform the steps of an interpreter shutdown on which programs rely; a complete shutdown would take too long."""
     with contextlib.suppress(*_WHATEVER):
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:

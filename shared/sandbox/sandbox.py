@@ -100,7 +100,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class Limits(Protocol):
-    """Limits of a program: a part of the caller's configuration."""
+    """Limits of a program, as the caller configures them."""
 
     @property
     def time_limit_s(self) -> float:
@@ -109,27 +109,27 @@ class Limits(Protocol):
 
     @property
     def memory_bytes(self) -> int:
-        """Address space of one process (bytes)."""
+        """Maximum address space of one process (bytes)."""
         ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Total size of files in its private directory (bytes)."""
+        """Maximum total size of files in the program's private directory (bytes)."""
         ...
 
     @property
     def output_bytes(self) -> int:
-        """Largest output (bytes)."""
+        """Maximum size of the program's output (bytes)."""
         ...
 
     @property
     def max_processes(self) -> int:
-        """Largest number of processes and threads; 1: one process, which may start threads."""
+        """Maximum number of processes and threads together; 1: a single process, which may start threads."""
         ...
 
     @property
     def site_packages(self) -> bool:
-        """True if it can import packages installed beside this process."""
+        """True if the program can import the packages that are installed for this process."""
         ...
 
     @property
@@ -139,12 +139,12 @@ class Limits(Protocol):
 
 
 class Sandbox:
-    """Runs programs sequentially. Uses the first mechanism that holds on this machine."""
+    """Runs programs one after another, contained by the first mechanism that works on this machine."""
 
     _channel: socket.socket
 
     def __init__(self, config: Limits, mechanisms: Sequence[Mechanism] = ("namespaces", "landlock")) -> None:
-        """Raises SandboxError, with the reasons, if no mechanism holds: programs never run without containment."""
+        """Raises SandboxError, with the reasons, if no mechanism works: programs never run without containment."""
         self._config = config
         self.mechanism = mechanisms[0]
         self._process: subprocess.Popen[bytes] | None = None
@@ -177,8 +177,8 @@ class Sandbox:
         """Execute a job within ``limit_s`` of wall-clock time, counted from when it is contained.
 
         Raises:
-            SandboxError: the sandbox itself failed, or the job is nested too deeply to be sent; independent of the
-                program.
+            SandboxError: the sandbox itself failed, whatever the program did, or the job is nested too deeply to be
+                sent.
         """
         with contextlib.ExitStack() as files:
             out, write_out = _pipe(files)
@@ -187,7 +187,7 @@ class Sandbox:
             return self._finish(job, out, results, limit_s)
 
     def judge(self, program: Job, judge: Sandbox, steps: Job, limit_s: float) -> Outcome:
-        """Execute ``program`` in this sandbox, and ``steps`` in the sandbox ``judge``, which requests values from here.
+        """Execute ``program`` in this sandbox, and the tests ``steps`` in ``judge``, which ask ``program`` for values.
 
         The sandboxes share only two pipes. The outcome returned is the outcome of the steps.
 
@@ -301,7 +301,7 @@ class Sandbox:
 
 
 def _pipe(files: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Return both ends of a new pipe, for reading and writing; closed with ``files`` at the latest."""
+    """Return the reading and the writing end of a new pipe. ``files`` closes both if the caller has not."""
     read, write = os.pipe()
     return files.enter_context(os.fdopen(read, "rb", 0)), files.enter_context(os.fdopen(write, "wb", 0))
 
@@ -327,6 +327,6 @@ def _sealed(text: str) -> Iterator[int]:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the paths that are directories, sorted, without symbolic links and without subdirectories of others."""
+    """Return the directories among ``paths``, sorted, without symbolic links and subdirectories of other paths."""
     found = {path for path in paths if Path(path).is_dir() and not Path(path).is_symlink()}
     return sorted(path for path in found if not any(Path(path).is_relative_to(o) for o in found - {path}))

@@ -1,6 +1,6 @@
 """Filter of system calls for contained programs.
 
-Denied calls fail with an error that the program sees; calls added to Linux after this list appear as unimplemented.
+Denied calls fail with an error that the program sees; calls newer than ``_LAST_KNOWN`` fail as unimplemented.
 https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
@@ -21,16 +21,16 @@ _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 _LAST_KNOWN = 450
-"""Newest call that this list considers (set_mempolicy_home_node, Linux 5.17)."""
+"""Number of the newest system call that the filter knows (set_mempolicy_home_node, Linux 5.17)."""
 _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000
-"""All CLONE_NEW flags of clone."""
+"""Bit mask of all CLONE_NEW flags of clone."""
 _WRITING = 0o1 | 0o2 | 0o100 | 0o1000
-"""O_WRONLY, O_RDWR, O_CREAT, O_TRUNC."""
+"""Bit mask of the flags of open that allow changes: O_WRONLY, O_RDWR, O_CREAT, O_TRUNC."""
 _PR_SET_PDEATHSIG = 1
 
 Numbers = dict[str, tuple[int, int | None]]
-"""Number of each call on x86_64 and on aarch64 (None: does not exist there)."""
+"""System call -> its number on x86_64 and on aarch64 (None: the call does not exist there)."""
 
 _NETWORK: Numbers = {
     "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200),
@@ -79,7 +79,8 @@ _FILE_CHANGES: Numbers = {
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
 _ABSENT: Numbers = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Calls whose arguments are in memory, which a filter cannot read; callers then use clone and openat instead."""
+"""Calls that fail as unimplemented, because a filter cannot read their arguments in memory; callers then use clone and
+openat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,15 @@ class _Condition:
     value: int
     error: int
     high: bool = False
-    """Test the upper 32 bits of the argument; else the lower ones."""
+    """True: test the upper 32 bits of the argument; False: the lower 32 bits."""
 
 
 def build_filter(*, single: bool, read_only: bool, pid: int) -> bytes:
-    """Build the filter program. ``single``: no further processes, and signals only to ``pid``; ``read_only``: no
+    """Build the filter program. ``single``: deny further processes, and signals except to ``pid``; ``read_only``: deny
     changes of files.
 
     Raises:
-        KeyError: the numbers of this machine type are unknown.
+        KeyError: the system call numbers of this machine type are unknown.
     """
     arch, column = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}[MACHINE]
     code = [_op(_LOAD, _ARCH_AT), _op(_EQUAL, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER_AT)]

@@ -1,7 +1,8 @@
 """Warden: confines itself once, then forks one process per run and kills what that run leaves behind.
 
-``sandbox.py`` starts it with an empty environment. With namespaces, its child is process 1 of a process-id namespace,
-so that one signal kills everything a program started. It never reads programs or tests: they are passed as descriptors.
+``sandbox.py`` starts the warden with a fixed environment. With namespaces, its child is process 1 of a
+process-id namespace, so that one signal kills everything that a program started. The warden never reads programs or
+tests: it passes on their file descriptors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _INNER_USER = 1000
 def enter_namespaces(readable: list[str]) -> None:
     """Leave the host's namespaces; only ``readable`` directories stay visible, read-only. The next child is process 1.
 
-    Without root, a user namespace is created, if the kernel allows it.
+    Without the rights of root, the process also enters a new user namespace, if the kernel allows that.
 
     Raises:
         OSError: the kernel or the container refuses.
@@ -74,8 +75,8 @@ def fresh_scratch(size_bytes: int, *, replace: bool) -> None:
 
 
 def _unshared(spaces: int) -> bool:
-    """Leave the namespaces ``spaces``; return False if root lacks the right to (in a container without the capability),
-    where a user namespace may still work."""
+    """Enter new namespaces of the kinds ``spaces``. Return False if even root lacks this right, as in a container
+    without the capability; a user namespace may still work there."""
     try:
         kernel.unshare(spaces)
     except PermissionError:
@@ -103,8 +104,8 @@ _NUM_DESCRIPTORS = 4
 
 
 def main(descriptor: int, plan_json: str) -> None:
-    """Serve runs on a socket until it closes. The first message is empty, or the reason why containment is
-    impossible."""
+    """Execute the runs that the handle requests on a socket, until it closes. The warden first sends '' when it is
+    ready, or the reason why containment is impossible."""
     channel, plan = socket.socket(fileno=descriptor), Plan(*json.loads(plan_json))
     sys.path += plan.packages
     try:
@@ -154,7 +155,7 @@ def _serve(channel: socket.socket, plan: Plan) -> None:
 
 
 def _wait(child: int, channel: socket.socket) -> Verdict:
-    """Wait until the run ends, or kill it when the handle requests a stop; return how it ended."""
+    """Wait until the run ends, or kill it if the handle requests a stop; return how the run ended."""
     poll = select.poll()
     ended = os.pidfd_open(child)
     try:

@@ -19,13 +19,13 @@ from penstock.shared.errors import ConfigError, Unavailable
 __all__ = ["WEBHOOKS", "check_url", "pinned", "reachable_address"]
 
 WEBHOOKS = "PENSTOCK_WEBHOOK_PRIVATE"
-"""Setting that allows private addresses, unless a caller names another one."""
+"""Name of the default setting that allows private addresses, for error messages; callers may name another setting."""
 
 MAX_CHARS = 2000
 RESOLVE_S = 5.0
 RESOLVER = ThreadPoolExecutor(2, thread_name_prefix="resolve")
-"""Threads for DNS alone, so that slow look-ups delay only these requests, not the work in the event loop's default
-executor."""
+"""Threads for DNS alone, so that slow look-ups delay only requests to such URLs, not the work in the event loop's
+default executor."""
 CARRIERS = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96"))
 """IPv6 networks whose last 32 bits are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64 (RFC 6052)."""
 
@@ -52,7 +52,9 @@ def check_url(url: str, *, private: bool) -> str:
 
 
 async def reachable_address(host: str, port: int, *, private: bool, setting: str = WEBHOOKS) -> str:
-    """Resolve ``host`` and return a checked address to connect to, so that the name cannot change in between.
+    """Resolve ``host``, check all of its addresses, and return one to connect to.
+
+    Connect to this address and not to the name, which might resolve to another address the next time.
 
     Raises:
         Unavailable: the name has no address, or one of them is private.

@@ -17,11 +17,11 @@ __all__ = ["CHUNK_BYTES", "StreamImage", "load_stream", "save_stream"]
 
 CHUNK_BYTES = 512 << 10
 SILENCE_S = 30.0
-"""Timeout of the next part of a stream (seconds), whatever the size of the whole."""
+"""Longest wait for the next part of a stream (seconds), however large the whole stream is."""
 
 
 class StreamImage(msgspec.Struct, frozen=True):
-    """State of a saved stream: the server's own configuration and state, restored with one replica, else unchanged."""
+    """Configuration and state of a saved stream, from the server. A restore changes only the number of replicas."""
 
     name: str
     config: dict[str, Any]
@@ -39,7 +39,7 @@ class StreamImage(msgspec.Struct, frozen=True):
 
 
 class _Parts:
-    """Receives the parts of a snapshot; each is acknowledged once it was consumed."""
+    """Receiver of the parts of a snapshot; ``save_stream`` acknowledges each part after its consumer took it."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Raw] = asyncio.Queue()  # bounded by the server, which waits for acknowledgements
@@ -50,7 +50,7 @@ class _Parts:
 
 
 async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[StreamImage | bytes, None]:
-    """Yield the image of a stream, then its bytes in parts.
+    """Yield the ``StreamImage`` of a stream (its configuration and state), then the bytes of its snapshot in parts.
 
     Raises:
         NotFound: no such stream.
@@ -81,12 +81,12 @@ async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[Str
 async def load_stream(connection: Connection, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
     """Restore a stream that does not exist yet from the parts of an image; return its new state.
 
-    The stream has one replica, whatever it had: services raise the number when they start, and the new bus may be a
-    single server.
+    The restored stream has one replica, because the new bus may be a single server. Services raise the number when
+    they start.
 
     Raises:
         ConfigError: a stream of this name exists, or the server has no room for it.
-        Unavailable: the server rejects it; the message has the cause.
+        Unavailable: the server rejects the image; the message has the cause.
     """
     what = f"restore stream {image.name}"
     body = {"config": image.config | {"num_replicas": 1}, "state": image.state}

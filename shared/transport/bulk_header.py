@@ -16,7 +16,7 @@ __all__ = ["PREFIX", "SEGMENT_NAME", "BulkHeader", "lock_content", "read_header"
 PREFIX = "penstock-bulk-"
 """Prefix of the file names of bulk segments."""
 SEGMENT_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}-[0-9]{1,12}")
-"""Form of a segment's name in a claim."""
+"""Pattern that the name of a segment in a claim must match."""
 _MAGIC = b"PSBULK01"
 _FORMAT = struct.Struct("<8sQQQQ")
 _TAKEN = struct.Struct("<Q")
@@ -24,10 +24,10 @@ _TAKEN_OFFSET = 24
 
 
 class BulkHeader(msgspec.Struct, frozen=True):
-    """Content of a segment: ``nbytes`` bytes of generation ``generation`` (0: empty).
+    """Header of a segment that holds ``nbytes`` bytes. ``generation`` numbers its contents (0: no content yet).
 
-    With ``single_use`` the segment may be reused once ``taken`` equals ``generation``, which means that a consumer has
-    locked this content, and no process holds a lock any more.
+    With ``single_use`` the store may reuse the segment once ``taken`` equals ``generation`` and no process holds a
+    lock. A consumer sets ``taken`` when it locks the content.
     """
 
     generation: int = 0

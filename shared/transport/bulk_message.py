@@ -1,7 +1,7 @@
 """Frames as messages: a small one inline, a large one in the bulk plane, with its claim check in the message.
 
-The sender owns the claimed memory until it releases it; a reader that holds it keeps it whatever the sender does, and
-the kernel releases it if the reader dies.
+A claimed segment of memory stays until the sender releases the message. A reader that has opened the message keeps the
+segment even longer, until it releases its blob or dies.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class FrameMail:
         """Open the frame of a message; its arrays are valid until the blob is released.
 
         Raises:
-            NotFound: the sender released or lost it.
+            NotFound: the sender released or lost the frame.
             Unavailable: the sender's host cannot be reached.
             ProtocolError: the data is neither a frame nor a claim check.
         """
@@ -92,10 +92,12 @@ class FrameMail:
         return self._reader.fetch(unpack(data, BulkFrame)[0].claim)
 
     def check(self, nbytes: int, peer_host: str, what: str) -> None:
-        """Check that frames of up to ``nbytes`` bytes can be sent to ``peer_host``.
+        """Check that this process can send frames of up to ``nbytes`` bytes to ``peer_host``.
+
+        ``what`` names the frames in the message of an error.
 
         Raises:
-            ConfigError: they cannot; the message names the setting.
+            ConfigError: the frames are too large, or cannot leave this host; the message names the setting.
         """
         settings = self._settings
         if nbytes <= MAX_INLINE_BYTES:

@@ -68,7 +68,7 @@ class BulkReader:
         Same host: takes microseconds. Another host: blocks for the transfer, at most ``timeout_s``.
 
         Raises:
-            NotFound: the producer released or lost them.
+            NotFound: the producer released or lost the bytes.
             Unavailable: the producer cannot be reached, or serves only its own host.
             DeadlineError: the transfer took longer than ``timeout_s``.
             ProtocolError: the bytes do not match the claim.

@@ -37,7 +37,7 @@ Access = Literal["write", "read", "private"]
 
 
 class LockedFile:
-    """Open file with its own kernel lock; locks of one file in one process exclude each other as well."""
+    """Open file with its own kernel lock. Two objects for the same file exclude each other, even in one process."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class LockedFile:
         return sorted({int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file})
 
     def is_current(self) -> bool:
-        """True if the path still names this file."""
+        """True if the path still leads to this file, not to a newer one or to none."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self.fd))
         except FileNotFoundError:

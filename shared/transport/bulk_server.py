@@ -313,8 +313,8 @@ def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], No
     """Yield ``submit(call, start)``, which runs ``call(start)``: at once, or in a second thread for a blob of more than
     ``_BESIDE`` bytes.
 
-    The thread makes the calls in order. Without an error, the block ends after the last call. An error of a call in the
-    thread is raised by a later ``submit`` or at the end of the block.
+    The thread makes the calls in order. Unless the ``with`` block fails, its end waits for the last call. If a call in
+    the thread fails, a later ``submit`` or the end of the block raises its error.
     """
     if nbytes <= _BESIDE:
         yield lambda call, start: call(start)

@@ -102,7 +102,7 @@ class Bus:
     async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0, tls: ssl.SSLContext | None = None) -> Bus:
         """Connect to ``url`` (or several, comma-separated); ``name`` is shown in NATS's monitoring.
 
-        ``tls``: context of the connection (``ServiceSettings.nats_tls``); None: by the scheme of ``url``.
+        ``tls``: context of the connection (``ServiceSettings.nats_tls``); None: the scheme of ``url`` decides.
 
         Raises:
             Unavailable: not reachable within the deadline; the message has the address without credentials.
@@ -131,8 +131,8 @@ class Bus:
 
     @property
     def held(self) -> bool:
-        """True if a backup reads the streams, so that messages should not be removed for space now. ``purge``
-        ignores it."""
+        """True if a backup reads the streams, so that no messages should be removed for space now. ``purge`` does not
+        check this; its callers must."""
         return time.monotonic() < self._held_until
 
     @property
@@ -195,12 +195,12 @@ class Bus:
         replicas: int = 1,
         update: bool = True,
     ) -> None:
-        """Create all streams and buckets, and with ``update`` change those that differ; idempotent.
+        """Create missing streams and buckets, and with ``update`` adapt existing ones to these arguments; idempotent.
 
-        In a cluster each has ``replicas``; those that have more keep them.
+        In a cluster each stream and bucket gets ``replicas``; one that has more replicas keeps them.
 
-        INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: until it is removed explicitly. AUDIT keeps
-        a message for ``audit_keep_s``, or until it needs the space. LEDGER has ``ledger_bytes``; None:
+        INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: until a client removes it. AUDIT keeps a
+        message for ``audit_keep_s``, or until the stream needs the space. LEDGER has ``ledger_bytes``; None:
         ``stream_bytes``.
 
         Raises:
@@ -228,9 +228,9 @@ class Bus:
         """Store a message durably; return its sequence after the server's acknowledgement.
 
         Retries with the same message id until the deadline, so the message is stored once however often it was sent (on
-        a work queue: unless it was consumed before a server restart). With ``expect_last_subject_seq`` it is stored
-        only if that is the newest sequence on the subject (0: none yet); a rejection because an earlier attempt of this
-        call was stored counts as success.
+        a work queue: unless it was consumed before a server restart). With ``expect_last_subject_seq`` the
+        server stores the message only if this is the newest sequence on the subject (0: none yet). A rejection counts
+        as success if its cause is that an earlier attempt of the same call was stored.
 
         Raises:
             StreamFull: the stream's byte budget is used up.
@@ -250,8 +250,8 @@ class Bus:
     async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> list[int]:
         """Store messages of one stream atomically (one batch of up to 1000); return their sequences.
 
-        If the server cannot do that (before 2.12.1, or more messages), they are stored one by one, concurrently; then a
-        failure may leave some of them behind, and repeating the call with the same ids completes it.
+        If that is impossible (more messages, a server before 2.12.1), they are published singly and concurrently. Then
+        a failed call may have stored only some of them; repeat it with the same ids to store the others.
 
         Raises: as ``publish``.
         """
@@ -454,7 +454,7 @@ class Bus:
         await self._connection.send(subject, data)
 
     async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
-        """Call ``handler(subject, data)`` for each notification; it must be quick. Survives reconnects."""
+        """Call ``handler(subject, data)``, which must be quick, for each notification. Survives reconnects."""
 
         async def on_message(raw: Raw) -> None:
             handler(raw.subject, raw.data)
@@ -477,7 +477,7 @@ class Bus:
     async def serve(
         self, subject: str, handler: Callable[[bytes], Awaitable[bytes]], *, queue: str = "", max_concurrent: int = 64
     ) -> Server:
-        """Answer requests; servers with the same ``queue`` share them.
+        """Answer requests on ``subject`` by ``handler``; servers with the same ``queue`` share the requests.
 
         A PenstockError raised by the handler is raised at the requester; any other exception is logged here and reaches
         the requester as a PenstockError. Beyond ``max_concurrent``, requests wait.

@@ -37,8 +37,8 @@ REMIND_S = 10.0
 PING_S = 1.0
 """Interval of pings (seconds); a peer that misses two is dead, so a silent cut is detected within three seconds."""
 LEAVE_S = 8.0
-"""Time without a JetStream response (seconds) after which the client leaves a cluster node, which may be cut off,
-for another. Longer than an election, which changing nodes cannot shorten."""
+"""Time without a JetStream response (seconds) after which the client moves to another node of the cluster, because
+its node may be cut off. Longer than the election of a leader, during which changing the node would not help."""
 USER_TIMEOUT_MS = 3000
 """Age of unacknowledged bytes (milliseconds) that ends the connection; pings alone do not detect a dead peer while
 bytes wait in the send buffer."""
@@ -224,12 +224,12 @@ class Connection:
         return message
 
     def trust(self) -> None:
-        """Record that JetStream answered."""
+        """Record that JetStream answered through this node; see ``doubt``."""
         self._doubted = None
 
     def doubt(self) -> None:
-        """Record that JetStream did not answer through this node. If that lasts and there are other nodes, connect
-        to the next."""
+        """Record that JetStream did not answer through this node. After LEAVE_S without an answer, connect to the next
+        node if there is one."""
         now = time.monotonic()
         self._doubted = now if self._doubted is None else self._doubted
         if len(self._servers) < 2 or now - self._doubted < LEAVE_S or not self.connected:
@@ -247,7 +247,7 @@ class Connection:
     async def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", confirm: bool = True
     ) -> Subscription:
-        """Call ``callback`` for each message, sequentially; it must be quick. Survives reconnects.
+        """Call ``callback``, which must be quick, for each message, one after another. Survives reconnects.
 
         With ``confirm``, return once the server has registered the subscription (while disconnected: at once; the
         reconnect registers it).

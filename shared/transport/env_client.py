@@ -66,9 +66,9 @@ restart of the broker."""
 
 
 class EnvClient:
-    """One session. The arrays of a reply are valid until the next request, because they may be in shared memory.
+    """Client of one session. The arrays of a reply are valid until the next request: they may be in shared memory.
 
-    Make one with ``open``; ``close`` it, or the env service closes it after its idle time.
+    ``open`` opens a session, ``close`` ends it. The env service ends a session without requests after its idle time.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class EnvClient:
         """Open a session at any free env service.
 
         Raises:
-            ConfigError: the environments cannot be made, or their observations could not reach this process.
+            ConfigError: the environments cannot be created, or their observations could not reach this process.
             Unavailable: no env service answered until the deadline.
         """
         data = pack(msgspec.structs.replace(request, host=mail.host), job=job)
@@ -123,10 +123,11 @@ class EnvClient:
         return await self._observe(request, ResetReply, deadline_s)
 
     async def step(self, request: StepRequest, *, deadline_s: float = 60.0) -> StepReply:
-        """Execute a chunk of actions.
+        """Execute a chunk of actions; return the reply with rewards and new observations.
 
         Raises:
-            ProtocolError, Conflict: the request does not fit the environments; the next request gets the same number.
+            ProtocolError, Conflict: the request does not fit the environments. It does not use up its number: the next
+                request has the same one.
             Unavailable: no process serves the session for 10 s, or it does not answer until the deadline.
         """
         return await self._observe(request, StepReply, deadline_s)
@@ -188,7 +189,7 @@ class EnvClient:
     async def _observe(
         self, body: ResetRequest | StepRequest | RestoreRequest, kind: type[Observed], deadline_s: float
     ) -> Observed:
-        """Send a request whose reply has observations; take them from the memory of the session if it is mapped."""
+        """Send a request and return its reply, with observations from the memory of the session if that is mapped."""
         if self._observations is None:
             return await self._ask(body, kind, deadline_s)
         reply = await self._ask(dataclasses.replace(body, observe=False), kind, deadline_s)
@@ -258,7 +259,7 @@ def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str,
 
 
 async def _repeated(send: Callable[[float], Awaitable[bytes]], deadline_s: float, *, gone_s: float = math.inf) -> bytes:
-    """Repeat a request until it is answered; the server executes a repeated request once.
+    """Repeat a request until it is answered, and return the reply; the server executes a repeated request once.
 
     ``send`` sends the request, given the time that is left (seconds). The call fails with NoResponders if there is no
     server for ``gone_s`` seconds.

@@ -36,7 +36,7 @@ EXPIRES_S = 2.0
 PAUSE_S = 0.05
 """Pause before rebuilding a consumer again if the last one delivered nothing (seconds)."""
 RECONNECT_S = 10.0
-"""Time that a scan waits for a lost connection (seconds); a reader that follows waits without limit."""
+"""Longest time that a scan waits for a reconnect (seconds); a reader that follows waits without limit."""
 INACTIVE_S = 30.0
 """Time without requests after which the server deletes the consumer (seconds)."""
 
@@ -253,7 +253,7 @@ class _Weak:
         self._reader = weakref.ref(reader)
 
     def deliver(self, message: Raw) -> None:
-        """Ignore messages: this inbox only receives ``lost``."""
+        """Ignore a message: the connection holds this inbox only to call ``lost``."""
 
     def lost(self, error: Lost) -> None:
         reader = self._reader()

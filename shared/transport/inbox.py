@@ -34,7 +34,7 @@ class Sink(Protocol):
         """Handle a message; must not block."""
 
     def lost(self, error: Lost) -> None:
-        """Handle a broken connection: earlier requests will not be answered."""
+        """Handle a broken connection: no reply to an earlier request will arrive."""
 
 
 @dataclass(slots=True)

@@ -233,7 +233,7 @@ class Watch:
                 return entry
 
     async def start(self) -> None:
-        """Fix the position from which changes are seen; otherwise the first ``anext`` does."""
+        """Fix the revision after which this watch returns changes; without this call the first ``anext`` fixes it."""
         if self._reader is None:
             start = None if self._include_current else await self._bucket.end() + 1
             self._reader = self._bucket.reader(self._bucket.subjects("")[0], follow=True, start_seq=start)

@@ -21,7 +21,7 @@ SIZE = "Nats-Msg-Size"
 class Message:
     """Stored message. ``time``: when it was stored (Unix seconds). ``data`` is empty if only headers are read.
 
-    ``nbytes``: size of the data, also if only headers are read; 0 unless delivered by a consumer.
+    ``nbytes`` is the size of the data, also if only headers are read; 0 in a message that no consumer delivered.
     """
 
     subject: str

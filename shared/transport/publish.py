@@ -109,12 +109,12 @@ class Publisher:
     async def _publish_batch(
         self, messages: list[Outgoing], deadline_s: float, *, parts: bool = False
     ) -> list[int] | None:
-        """Publish one atomic batch; return its sequences, or None if single publishes must resolve it.
+        """Publish one atomic batch; return its sequences, or None if the caller must publish the messages singly.
 
-        It returns None if the stream does not allow batches, and if a message id is known already: then an earlier
-        attempt was stored as a whole, and repeating the messages one by one returns their sequences. With ``parts`` the
-        messages are parts of payloads, which are never published one by one: a stream without batches is then an error,
-        and None means that all parts are stored.
+        None means that the stream does not allow batches, or that it has stored a message id before. In the second
+        case an earlier attempt was stored as a whole, and publishing the messages one by one returns their sequences.
+        With ``parts`` the messages are parts of payloads, which are never published one by one: then a stream without
+        batches is an error, and None means that all parts are stored.
         """
         attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
         more_s = sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S

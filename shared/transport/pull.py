@@ -138,7 +138,7 @@ class Puller:
             await self._buffer.popleft().nak()
 
     async def answer(self, reply: str, body: bytes) -> None:
-        """Send an acknowledgement, or keep it for the reconnect."""
+        """Send an acknowledgement; while the bus is down, store it and send it after the reconnect."""
         try:
             await self._flush_unsent()
             await self._connection.send(reply, body)
@@ -154,7 +154,7 @@ class Puller:
             log.debug("lease not extended: %s", error)
 
     def deliver(self, message: Raw) -> None:
-        """Ignore messages: this inbox only receives ``lost``."""
+        """Ignore a message: the connection holds this inbox only to call ``lost``."""
 
     def lost(self, error: Lost) -> None:
         """Handle a broken connection: the request is lost, leases and the durable consumer remain."""

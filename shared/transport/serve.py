@@ -97,7 +97,7 @@ class Server:
 
 
 def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
-    """Return the class name and the message that tell a requester of an error.
+    """Return the class name and the message that report an error to a requester.
 
     ``what`` names the subject or socket whose handler raised ``error``.
     """

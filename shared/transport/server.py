@@ -44,8 +44,8 @@ SILENCE_S = 30.0
 REPORT_S = 5.0
 """Interval of reports about a slow start (seconds)."""
 BUSY_SHARE = 0.01
-"""Share of one CPU that counts as progress: an idle server uses a tenth of this share, one that opens its store far
-more."""
+"""Share of one CPU above which a starting server makes progress. An idle server uses a tenth of this share; a server
+that opens its store uses far more."""
 READ_BYTES = 1 << 20
 """Bytes read in SILENCE_S above which reading counts as progress."""
 LAST_LINES = 5
@@ -97,8 +97,8 @@ class _Process:
     def start(self, *, silence_s: float = SILENCE_S) -> None:
         """Start the process and wait until clients can connect. Blocks: about 20 ms, or as long as the store needs.
 
-        A server that opens a large store is waited for while it is alive and makes progress, and ``tell`` is called
-        with its progress. ``stop`` and ``kill``, from another thread, end the wait.
+        Opening a large store may take long: this call waits while the process is alive and makes progress, and reports
+        the progress to ``tell``. ``stop`` and ``kill``, from another thread, end the wait.
 
         Raises:
             ConfigError: the binary is missing, the port is in use, another server uses the directory, or the process
@@ -188,7 +188,7 @@ class _Process:
         return lock
 
     def _lines(self, offset: int) -> list[str]:
-        """Return the lines of the server's log from byte ``offset`` on, where this start began; at least one line."""
+        """Return the lines that the server has logged from byte ``offset`` on; ``["no output"]`` if there are none."""
         with self.log.open("rb") as log:
             log.seek(offset)
             text = log.read().decode("utf-8", "replace")
@@ -268,7 +268,7 @@ class NatsServer(_Process):
         self.store = self.directory / "store"
         self._max_payload = max_payload
         self.max_file_store = max_file_store
-        """Effective from the next start on."""
+        """Limit of the store in bytes (see the class); a new value takes effect at the next start."""
         self._sync = sync
 
     @property

@@ -40,9 +40,9 @@ BUCKETS = (
     subjects.LEASES, subjects.ANSWERS, subjects.WEBHOOKS,
 )  # fmt: skip
 SHORT_LIVED_S = {subjects.ANSWERS: 1800}
-"""Age limit of entries in buckets that serve as caches (seconds); the oldest entries are removed for new ones."""
+"""Age limit of entries in buckets that serve as caches (seconds). A full bucket drops its oldest entries."""
 EXPIRING = frozenset({subjects.EPISODES})
-"""Buckets whose entries have an expiry of their own."""
+"""Buckets whose entries each have their own expiry."""
 ERASABLE = frozenset({subjects.EPISODES})
 """Buckets with content from users: entries can be overwritten in the files of the server."""
 EXPIRING_S = 38 * 86400
@@ -51,13 +51,14 @@ expiry per message apply only this limit."""
 EXPIRING_SINCE = (2, 11, 0)
 BUCKET_BYTES = 64 << 20
 SNAPSHOT_BYTES = 256 << 20
-"""Size for two snapshots of each running job; a snapshot has a few hundred bytes per batch that is still in the log."""
+"""Largest size of SNAPSHOTS (bytes), for two snapshots of each running job. A snapshot has a few hundred bytes for each
+batch that is still in the log."""
 AUDIT_BYTES = 256 << 20
-"""Size for some 400,000 records of 600 bytes; the oldest are removed for new ones."""
+"""Largest size of AUDIT (bytes), for some 400,000 records of 600 bytes. A full stream drops its oldest records."""
 VIDEO_BYTES = 256 << 20
-"""Size for some thousand films of a few seconds; the oldest are removed for new ones."""
+"""Largest size of VIDEOS (bytes), for about a thousand films of a few seconds. A full stream drops its oldest films."""
 PARTIAL_BYTES = 256 << 20
-"""Size for some 30 million tokens of completions in progress; the oldest are removed for new ones."""
+"""Largest size of PARTIAL (bytes), for some 30 million tokens. A full stream drops its oldest completions."""
 PARTIAL_S = 3600
 """Age limit of a completion in progress (seconds); an unfinished ticket is redelivered within seconds."""
 DUPLICATES_S = 300
@@ -157,11 +158,11 @@ async def _changed(connection: Connection, config: dict[str, Any], deadline_s: f
     """Return the configuration of an existing stream with ``config`` merged in; None if that changes nothing.
 
     Settings made by others (placement, compression) stay. Replicas are never reduced. A stream that discards old
-    messages never gets a limit below its current size, because the server would delete the difference. Neither does
-    SNAPSHOTS, which earlier versions gave more room: its messages are derived from LEDGER.
+    messages, and holds more than its new size limit, keeps its limit: otherwise the server would delete messages. The
+    same holds for SNAPSHOTS, which had a larger limit in earlier versions and is derived from LEDGER.
 
     Raises:
-        ConfigError: a stream other than these holds more than its new limit.
+        ConfigError: any other stream holds more than its new size limit.
     """
     name, most = config["name"], config["max_bytes"]
     info = await call(connection, f"STREAM.INFO.{name}", deadline_s=deadline_s, what=f"state of stream {name}")
@@ -211,15 +212,15 @@ def _kept(seconds: float) -> dict[str, Any]:
 def _append_only(keep_s: float | None) -> dict[str, Any]:
     """Return the settings of an append-only stream. ``keep_s``: age limit of messages in seconds; None: no limit.
 
-    A full stream drops its oldest messages for new ones. Clients can neither delete nor purge messages; this cannot
-    be undone.
+    A full stream drops its oldest messages. Clients can neither delete nor purge messages; these two settings
+    cannot be undone.
     """
     fixed = {"discard": "old", "deny_delete": True, "deny_purge": True}
     return fixed | (_kept(keep_s) if keep_s is not None else {})
 
 
 def _newest_only(keep_s: float) -> dict[str, Any]:
-    """Return the settings of a cache: one message per subject; a full stream drops its oldest messages for new ones."""
+    """Return the settings of a cache: it has one message per subject, and drops its oldest messages when it is full."""
     return {"discard": "old", "max_msgs_per_subject": 1, **_kept(keep_s)}
 
 

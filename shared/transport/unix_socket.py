@@ -170,7 +170,7 @@ class UnixClient:
 
 
 class _Messages(asyncio.Protocol):
-    """Cuts the bytes of one connection into messages; the first number of a header is the size of the body."""
+    """Splits the bytes of one connection into messages; the first number of a header is the size of the body."""
 
     def __init__(
         self,

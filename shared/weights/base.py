@@ -22,7 +22,7 @@ __all__ = ["Staged", "Way", "WeightPublisher", "WeightReceiver"]
 class Way(msgspec.Struct, frozen=True):
     """Transport by which a version reached a process, and the bytes that this process itself received over a network.
 
-    ``fetched_bytes`` is 0 except in one process of a host whose processes share the fetched version.
+    If processes of a host share a fetched version, ``fetched_bytes`` is 0 in all of them but the one that fetched it.
     """
 
     transport: str

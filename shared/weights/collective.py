@@ -56,12 +56,12 @@ AGAIN_S = 30.0
 """Time after which a broken group of an unchanged membership is rebuilt (seconds)."""
 
 Source = Callable[[], AbstractContextManager[NDArray[np.uint8]]]
-"""Bytes of a version, constant inside the ``with``."""
+"""Opens the bytes of a version, which stay constant inside the ``with`` block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """Address of a broadcast: ``kind`` and the parts of its reference's handle."""
+    """Address of a broadcast: its transport (``kind``), and the parsed ``handle`` of its ``SlotRef``."""
 
     kind: str
     host: str
@@ -76,7 +76,7 @@ class _Offer:
 
     @classmethod
     def read(cls, ref: SlotRef) -> _Offer:
-        """Parse a reference. Raises WeightsError if its handle is not one of this transport."""
+        """Parse a reference. Raises WeightsError if its handle is not the handle of a broadcast."""
         address, *numbers = ref.handle.split("/")
         host, _, port = address.rpartition(":")
         if len(numbers) != 3 or not all(text.isdecimal() for text in (port, *numbers)):
@@ -88,7 +88,7 @@ class _Offer:
 
 
 class _Group:
-    """This process's rank in the process group of one membership."""
+    """This process as one rank of the process group that connects the members of one membership."""
 
     def __init__(self, kind: Kind, store: Store, rank: int, size: int, *, address: str) -> None:
         """Connect to the other ranks.
@@ -172,7 +172,8 @@ class CollectivePublisher:
         self._layout, self._members, self._epoch, self._rests_until = layout, tuple(members), epoch, 0.0
 
     def offer(self, source: Source) -> SlotRef | None:
-        """Start broadcasting a version and return its reference, or None if no member can be reached now."""
+        """Start to broadcast a version and return its reference. Return None if there are no members, if the previous
+        broadcast still runs, or if the group broke less than ``AGAIN_S`` ago."""
         if not self._members or self._layout is None or time.monotonic() < self._rests_until:
             return None
         if self._thread is not None and self._thread.is_alive():  # the last broadcast is running: use another transport
@@ -190,7 +191,7 @@ class CollectivePublisher:
         return time.monotonic() >= self._rests_until and (self._thread is None or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Close the group; a current broadcast ends for all members."""
+        """Close the group; a current broadcast fails for all members."""
         self._members = ()
         self._end_group()
 
@@ -209,7 +210,7 @@ class CollectivePublisher:
             self._end_group()
 
     def _meet(self, offer: _Offer) -> None:
-        """Wait until all members have reported, and tell them if the broadcast begins.
+        """Wait until all members have reported, and notify them that the broadcast begins, or that a member is missing.
 
         Raises:
             WeightsError: a member is missing.
@@ -247,7 +248,7 @@ class CollectiveReceiver:
         self._pool = BufferPool()
 
     def join(self, members: Sequence[str], epoch: int) -> None:
-        """Set the current membership, which may not include this process."""
+        """Set the current membership. ``members`` need not contain this process."""
         self._members, self._epoch = tuple(members), epoch
 
     def accepts(self, ref: SlotRef) -> bool:
@@ -257,7 +258,7 @@ class CollectiveReceiver:
         return _Offer.read(ref).epoch == self._epoch
 
     def stage(self, manifest: WeightManifest) -> LocalStaged:
-        """Take part in the broadcast, and verify the bytes.
+        """Receive the version by taking part in its broadcast, verify its bytes, and return it.
 
         Raises:
             WeightsError: members are missing, or one was lost; nothing is held.

@@ -1,10 +1,10 @@
 """Weights from GPU to GPU within a host (CUDA IPC): the publisher exports slots in device memory, receivers copy them.
 
 A slot has a file beside those of shared memory, with the same header and locks and without data. Its device memory
-belongs to the publishing process and ends with it, so a slot is never adopted, and a receiver serves a private copy,
-which it makes and verifies while it holds the lock of the slot. The publisher keeps a file locked: once that lock is
-gone, receivers refuse its handles. Receivers lock another file for as long as they map the publisher's memory, so that
-a living publisher does not free it before they unmap it: CUDA leaves reads of freed memory undefined.
+belongs to the publishing process and ends with that process, so no other publisher adopts a slot. A receiver serves a
+private copy, which it makes and verifies while it holds the lock of the slot. The publisher keeps a file locked: once
+that lock is gone, receivers refuse its handles. Receivers lock another file for as long as they map the publisher's
+memory, so that a living publisher does not free it before they unmap it: CUDA leaves reads of freed memory undefined.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 SLOTS, MAX_SLOTS = 2, 3
 ROOM_S = 1.0
-"""Timeout for a slot without readers (seconds); then the version goes by the other transports only."""
+"""Longest wait for a slot without readers (seconds); afterwards only the other transports publish the version."""
 _POLL_S = 0.05
 
 
@@ -54,13 +54,14 @@ def _prefix(job: str) -> str:
 
 
 def _mapped_path(directory: Path, owner: str) -> Path:
-    """Return the file that receivers lock while they map memory of a publisher."""
+    """Return the path of the file that receivers lock while they map memory of a publisher."""
     return directory / f"{owner}-mapped"
 
 
 @contextlib.contextmanager
 def _errors_of_devices(what: str) -> Iterator[None]:
-    """Raise WeightsError for an error of a driver, its compiler, or an allocator, which share no class."""
+    """Convert any error inside the block to WeightsError: errors of a driver, its compiler and an allocator share no
+    class."""
     try:
         yield
     except Exception as error:
@@ -73,7 +74,7 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """Parts of a reference's handle; ``memory``: opaque, 64 bytes; ``digest``: ``mixed_digest`` of the slot."""
+    """Parsed ``handle`` of a ``SlotRef``. ``memory``: 64 bytes from CUDA; ``digest``: ``mixed_digest`` of the slot."""
 
     slot: str
     device: str
@@ -86,7 +87,7 @@ class _Handle:
 
     @classmethod
     def read(cls, ref: SlotRef, job: str) -> Self:
-        """Parse a reference. Raises WeightsError if its handle is not one of ``job`` and this transport."""
+        """Parse a reference. Raises WeightsError if its handle is not the handle of a device slot of ``job``."""
         slot, device, boot, memory, digest = [*ref.handle.split("/"), "", "", "", "", ""][:5]
         if not re.fullmatch(re.escape(_prefix(job)) + "[0-9a-f]{16}-[0-9]{1,9}", slot):
             raise WeightsError(f"'{slot}' is not a device slot of job '{job}'")
@@ -104,7 +105,7 @@ class CudaIpcPublisher:
     """Publishes into device memory first, and from there by another transport.
 
     Args:
-        host: publishes the same version to receivers that cannot read this device. Its digest names the version.
+        host: publishes the same version to receivers that cannot read this device, and computes the version's digest.
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class CudaIpcPublisher:
             self._host.close()
 
     def _digest(self, flat: Tensor) -> str:
-        """Return the digest of a slot, once it is filled; '' if the device fails to compute it."""
+        """Return the digest of a filled slot; '' if the device fails to compute it."""
         try:
             with _errors_of_devices("the digest cannot be computed"):
                 return self._memory.digest(flat)
@@ -242,14 +243,14 @@ class DeviceStaged:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Memory of one publisher, by handle, and the lock that keeps it from being freed."""
+    """Mapped memory of one publisher, by CUDA handle, and the lock that keeps the publisher from freeing it."""
 
     owner: str
     lock: LockedFile
     buffers: dict[bytes, DeviceBuffer] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Unmap; the driver may refuse that for memory of a process that ended."""
+        """Unmap the memory. Ignores a refusal of the driver, which is possible if the publisher's process ended."""
         for buffer in self.buffers.values():
             with contextlib.suppress(RuntimeError):
                 buffer.close()
@@ -262,18 +263,19 @@ class CudaIpcReceiver:
     def __init__(self, settings: ServiceSettings, memory: DeviceMemory, layout: Layout | None = None) -> None:
         self._host, self._directory, self._layout, self._memory = settings.host_id, settings.shm_dir, layout, memory
         self.devices = memory.reachable
-        """Unique ids of the GPUs whose memory it can read."""
+        """Unique ids of the GPUs whose memory this receiver can read."""
         self._mapped: dict[str, _Mapped] = {}
-        """By job: memory of its newest publisher."""
+        """Memory of the newest publisher of each job."""
         self._lock = threading.Lock()
-        """Held while memory is read or unmapped: a worker that is stopped closes this while its thread stages."""
+        """Held while memory is read or unmapped, because a stopping worker may call ``close`` while a thread stages a
+        version."""
 
     def accepts(self, ref: SlotRef) -> bool:
         """Return True for device slots of the same host id."""
         return ref.transport == "cuda_ipc" and ref.host == self._host
 
     def stage(self, manifest: WeightManifest) -> DeviceStaged:
-        """Lock the slot, compare its header with the manifest, copy it and verify the digest of what was copied.
+        """Lock the slot, compare its header with the manifest, copy it, and return the copy with a verified digest.
 
         Raises:
             WeightsError: the slot has another version by now or damaged bytes, its publisher ended, or this device
@@ -304,9 +306,10 @@ class CudaIpcReceiver:
                 slot.close()
 
     def prune(self, manifest: WeightManifest) -> None:
-        """Unmap the memory of publishers that ended, or that ``manifest``, of the same job, does not name.
+        """Unmap the memory of publishers that ended, and of publishers of the manifest's job that ``manifest`` does not
+        name.
 
-        Call it before ``manifest`` is staged by any transport. No later version can be in this memory, and a living
+        Call it before any transport stages ``manifest``. Unmapped memory can hold no later version, and a living
         publisher frees its memory only once no receiver maps it.
         """
         named = {ref.handle.partition("/")[0].rpartition("-")[0] for ref in manifest.refs if self.accepts(ref)}

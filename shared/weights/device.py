@@ -82,8 +82,8 @@ class DeviceMemory(Protocol):
         """Unique ids of the devices whose memory this one can read, itself included."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Allocate memory that other processes can open. Raises Unavailable if there is no room or no way to export
-        it."""
+        """Allocate memory that other processes can open. Raises Unavailable if there is no room, or if the memory
+        cannot be exported."""
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
         """Map memory that a living process allocated; slow, so keep the result."""
@@ -99,7 +99,7 @@ class DeviceMemory(Protocol):
 
 
 def mixed_digest(data: NDArray[np.uint8]) -> str:
-    """Return the digest of bytes, uint8 [n × 16], as sums of mixed words, in any order: a GPU adds them in parallel.
+    """Return the digest of ``data``, uint8 [n × 16]: two sums over all words, which a GPU can compute in parallel.
 
     Word i of 64 bits becomes z = splitmix64(word + (i + 1) × 0x9E3779B97F4A7C15) (Steele et al., 2014). The digest is
     ``mix1-``, the sum of all z and the sum of all z × (2i + 1), modulo 2^64, in hex. It finds damage, not attacks.
@@ -202,7 +202,11 @@ class CudaMemory:
 
 
 def device_memory(settings: ServiceSettings) -> CudaMemory | None:
-    """Return the memory of the current GPU, or None unless ``settings.weight_cuda_ipc``. Raises ConfigError."""
+    """Return a ``CudaMemory`` of the current GPU, or None if ``settings.weight_cuda_ipc`` is off.
+
+    Raises:
+        ConfigError: the setting is on, but this process cannot use CUDA or cupy; see ``CudaMemory``.
+    """
     return CudaMemory() if settings.weight_cuda_ipc else None
 
 

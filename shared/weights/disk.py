@@ -28,7 +28,7 @@ def weights_directory(settings: ServiceSettings, job: str) -> Path:
 
 
 class DiskPublisher:
-    """Writes each version as one file, atomically, and keeps the newest ``keep``."""
+    """Writes each version as one file, atomically, and keeps the newest ``keep`` files."""
 
     def __init__(self, job: str, layout: Layout, settings: ServiceSettings, *, keep: int = 2) -> None:
         self._job, self._layout, self._host, self._keep = job, layout, settings.host_id, keep
@@ -38,7 +38,7 @@ class DiskPublisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Write, fsync and rename a file.
+        """Write a version to a file, fsync and rename the file, and return the manifest.
 
         Raises:
             WeightsError: the tensors do not fit the layout, or the file cannot be written.
@@ -68,7 +68,7 @@ class DiskPublisher:
         )
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Do nothing: any process that sees the directory can read."""
+        """Do nothing: any process that can access the directory can read the files."""
 
     def close(self) -> None:
         """Free the buffer; the files stay."""
@@ -93,7 +93,7 @@ class DiskReceiver:
         return ref.transport == "disk" and Path(ref.handle).exists()
 
     def stage(self, manifest: WeightManifest) -> LocalStaged:
-        """Read and verify a file.
+        """Read a file into memory, verify it, and return the version.
 
         Raises:
             WeightsError: the file is missing, has other tensors, or is damaged.

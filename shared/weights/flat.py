@@ -32,9 +32,9 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 256 << 10
-"""Bytes that are hashed after they were copied: few enough to be in the cache still."""
+"""Number of bytes that are copied and then hashed at a time, few enough to be in the cache still."""
 _BESIDE_BYTES = 8 << 20
-"""Size (bytes) up to which tensors and buffers are not worth a second thread."""
+"""Size up to which copying a tensor or buffer is not worth a second thread (bytes)."""
 _PIECE_BYTES = 2 << 20
 """Bytes that a thread copies at a time."""
 _MAX_HELPERS = 3
@@ -82,7 +82,7 @@ def check_layout(layout: Layout, expected: Layout | None) -> Layout:
 
 
 def view(buffer: NDArray[np.uint8] | Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Return zero-copy tensors of ``buffer``, uint8 [layout.nbytes]; they keep it alive."""
+    """Return zero-copy tensors of ``buffer``, uint8 [layout.nbytes]; the tensors keep the buffer alive."""
     flat = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
     return {
         spec.name: flat[spec.offset : spec.offset + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape)
@@ -126,7 +126,7 @@ def place(flat: Tensor, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield each tensor after its ``TensorSpec`` in ``layout``. Raises WeightsError as ``fill``."""
+    """Yield ``(its TensorSpec in layout, tensor)`` for each tensor. Raises WeightsError as ``fill``."""
     missing = {spec.name: spec for spec in layout.tensors}
     for name, tensor in tensors:
         spec = missing.pop(name, None)
@@ -217,7 +217,8 @@ class _Writing:
         self._hashed += len(data)
 
     def _hash_written(self) -> None:
-        """Hash the bytes written so far: many in a helper thread, while the next tensor is copied; few later."""
+        """Hash the bytes written since the last call, unless they are less than a chunk. A helper thread hashes large
+        amounts while the caller copies the next tensor."""
         start, stop = self._hashed, self._written
         if self._helpers is None or stop - start < _BESIDE_BYTES:
             if stop - start >= _CHUNK_BYTES:
@@ -244,7 +245,8 @@ class _Writing:
 def _bytes_of(source: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous tensor, uint8 [bytes], valid while the tensor lives.
 
-    Not by ``Tensor.numpy``: torch refuses to free memory that was exported, and FSDP frees what it gathered.
+    ``Tensor.numpy`` exports the memory, and torch refuses to free exported memory. FSDP must free the tensors that it
+    gathered.
     """
     if not source.nbytes:
         return np.empty(0, np.uint8)

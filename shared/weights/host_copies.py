@@ -39,10 +39,10 @@ STANDSTILL_S = 5.0
 """Time without progress of the fetching process after which the others fetch by themselves (seconds)."""
 MAX_SLOTS = 4
 _ROOM_S = 1.0
-"""Timeout for a slot without readers (seconds)."""
+"""Longest wait for a slot without readers (seconds)."""
 _POLL_S = 0.005
 _PROGRESS = struct.Struct("<QQ")
-"""Version, and number of steps: pieces of a slot that were allocated, or received."""
+"""Content of the lock file: version being fetched, and number of pieces of its slot allocated or received so far."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class HostCopies:
         """Open the copy of ``manifest`` on this host; fetch it if there is none. ``end``: deadline (monotonic).
 
         Returns:
-            None if the caller should fetch into private memory: no shared memory is left, or the fetching process
-                stalls. A warning gives the reason.
+            None if the caller should fetch into private memory: shared memory is full or cannot be used, or the
+                fetching process stalls. A warning gives the reason.
 
         Raises:
             WeightsError: the version cannot be fetched, or another process did not finish before ``end``.
@@ -99,7 +99,7 @@ class HostCopies:
             turn.close()
 
     def close(self) -> None:
-        """Remove the copies without readers and writers."""
+        """Remove the copies that no process reads or writes."""
         self._reader.close()
         for pool in self._pools.values():
             pool.close()
@@ -109,7 +109,7 @@ class HostCopies:
                 _remove_unused(path)
 
     def _turn(self, job: str) -> LockedFile:
-        """Return the file whose lock the fetching process holds."""
+        """Open and return the file whose lock the fetching process holds."""
         path = turn_path(self._directory, job, self._host)
         return LockedFile(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
@@ -158,14 +158,14 @@ class HostCopies:
         return self._reader.open(slot.path, manifest, Way("tcp", layout.nbytes), verify=False)
 
     def _go_alone(self, manifest: WeightManifest, reason: str) -> None:
-        """Log why this process does not share a version."""
+        """Log that this process fetches a version for itself, and why."""
         logger.warning(
             "version %d of job '%s': this process fetches %d MB for itself, and not once for all of host '%s': %s",
             manifest.version, manifest.job, manifest.layout.nbytes // 10**6, self._host, reason,
         )  # fmt: skip
 
     def _pool(self, manifest: WeightManifest, on_piece: Callable[[], None]) -> SlotPool:
-        """Return the slots of the job, including those of other processes; one pool per layout size."""
+        """Return the pool of the job's slots, including those of other processes. There is one pool per layout size."""
         key = f"{manifest.job} {manifest.layout.nbytes}"
         if key not in self._pools:
             self._pools[key] = SlotPool(

@@ -29,7 +29,7 @@ class Publisher:
     """Publishes through several transports; the manifest lists all references, the fastest first.
 
     Args:
-        devices: unique ids of the GPUs whose memory it publishes in.
+        devices: unique ids of the GPUs in whose memory the transports publish.
     """
 
     def __init__(self, publishers: Sequence[WeightPublisher], devices: tuple[str, ...] = ()) -> None:
@@ -40,7 +40,8 @@ class Publisher:
     ) -> WeightManifest:
         """See ``WeightPublisher``. If one transport fails, no manifest is returned.
 
-        A single transport consumes tensors one at a time, each valid until the next: needed for sharded models.
+        If there is only one transport, it consumes the tensors one at a time, and each tensor need only be valid until
+        the next one is requested. Sharded models rely on that.
         """
         if len(self._publishers) == 1:
             return self._publishers[0].publish(tensors, version=version, epoch=epoch, keep=keep)
@@ -87,7 +88,7 @@ class Receiver:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Unique ids of the GPUs whose memory it can read."""
+        """Unique ids of the GPUs whose memory this receiver can read."""
         return () if self._device is None else self._device.devices
 
     def follow(self, worker: str, routes: WeightRoutes) -> None:

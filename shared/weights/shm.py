@@ -55,14 +55,15 @@ class ShmPublisher:
             self._broadcast = CollectivePublisher(settings.bulk_host, settings.weight_collective)
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Broadcast versions to ``members``, if enabled for this process; see ``CollectivePublisher.open``."""
+        """Broadcast versions to ``members`` from now on, if the settings enable broadcasts; see
+        ``CollectivePublisher.open``."""
         if self._broadcast is not None:
             self._broadcast.open(layout, members, epoch)
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Fill a free slot. The slots of the previous version and of ``keep`` are not touched.
+        """Fill a free slot and return the manifest. The slots of the previous version and of ``keep`` are not touched.
 
         Raises:
             WeightsError: the tensors do not fit the layout; no manifest is returned.
@@ -107,7 +108,7 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _bytes(self, name: str, generation: int) -> Iterator[NDArray[np.uint8]]:
-        """Yield the bytes of a slot for the broadcast, mapped, and locked as in ``_serve``."""
+        """Map a slot and yield its bytes for the broadcast. The slot is locked meanwhile, as in ``_serve``."""
         with self._serve(name, generation) as blob:
             file = LockedFile.open(blob.path)
             data = np.frombuffer(map_file(file.fd, "private"), np.uint8)
@@ -116,7 +117,11 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
-        """Yield the slot of this job whose sequence is ``generation`` for the server, locked during the transfer."""
+        """Lock slot ``name`` and yield its content for the server; unlock it when the transfer ends.
+
+        Raises:
+            NotFound: the job has no such slot, or ``generation`` is no longer its sequence.
+        """
         if not is_slot_name(self._job, name):
             raise NotFound(f"'{name}' is not a slot of job '{self._job}'")
         file = LockedFile.open(self._directory / name)
@@ -133,7 +138,7 @@ _held: set[LockedFile] = set()
 
 
 class ShmStaged:
-    """Slot whose lock this process holds."""
+    """Version in a slot whose lock this process holds."""
 
     def __init__(
         self, manifest: WeightManifest, lock: LockedFile, mapping: NDArray[np.uint8], layout: Layout, way: Way
@@ -151,7 +156,7 @@ class ShmStaged:
         return self._tensors
 
     def intact(self) -> bool:
-        """Return True if the slot was not written since it was staged: reads its sequence counter."""
+        """Return True if the slot was not written since it was staged. Reads the slot's sequence counter."""
         return sequence_of(self._page) == self._sequence
 
     def release(self) -> None:
@@ -173,7 +178,7 @@ class ShmReceiver:
         return ref.transport == "shm" and ref.host == self._host
 
     def stage(self, manifest: WeightManifest) -> ShmStaged:
-        """Lock the slot, compare its header with the manifest, verify its digest.
+        """Lock the slot, compare its header with the manifest, verify its digest, and return it.
 
         Raises:
             WeightsError: the slot is missing, has another version by now, or damaged bytes. The lock is released.
@@ -186,7 +191,8 @@ class ShmReceiver:
         return self.open(self._directory / ref.handle, manifest, Way("shm"))
 
     def open(self, path: Path, manifest: WeightManifest, way: Way, *, verify: bool = True) -> ShmStaged:
-        """Lock the slot at ``path``. Without ``verify`` the caller guarantees that its bytes are right.
+        """Lock and verify the slot at ``path``, and return it. Without ``verify`` the caller guarantees that its bytes
+        are right.
 
         Raises:
             WeightsError: as ``stage``.
@@ -222,7 +228,8 @@ class ShmReceiver:
         raise WeightsError(f"{what}: the bytes do not match digest {manifest.digest}")
 
     def _mapping(self, lock: LockedFile) -> NDArray[np.uint8]:
-        """Return the mapped file; after a restart of the publisher another file may have the same name."""
+        """Return the mapping of the locked file. After a restart of the publisher another file may have the same name:
+        that file is then mapped."""
         known = self._mappings.get(lock.path.name)
         if known is None or known[0] != lock.identity():
             gone = [name for name in self._mappings if not (self._directory / name).exists()]

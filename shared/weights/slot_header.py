@@ -20,7 +20,8 @@ _SEQUENCE_OFFSET = 8
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """Header of a slot. ``sequence`` grows with every write: odd while it runs, even once the content is complete."""
+    """Header of a slot. Each write increases ``sequence``: it is odd during the write, and even once the content is
+    complete."""
 
     sequence: int = 0
     version: int = 0
@@ -35,7 +36,8 @@ class SlotHeader(msgspec.Struct, frozen=True):
         return self.sequence > 0 and self.sequence % 2 == 0
 
     def mismatch(self, manifest: WeightManifest) -> str:
-        """Return the difference to ``manifest`` as text for a message; empty if the slot holds its version."""
+        """Return how the slot differs from the version of ``manifest``, as text for a message; '' if it holds that
+        version."""
         if not self.sealed:
             return "it is being written, or its writer died"
         wanted = (manifest.version, manifest.epoch, manifest.layout.nbytes, manifest.layout.id, manifest.digest)

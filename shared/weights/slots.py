@@ -33,9 +33,9 @@ def is_slot_name(job: str, name: str) -> bool:
 
 
 def slot_stem(job: str, copies_of: str = "") -> str:
-    """Return the part before the number that the file names of a job's slots share.
+    """Return the part of the file names of a job's slots before the number.
 
-    ``copies_of`` is the id of the host whose fetched copies are meant; '': the publisher's slots.
+    ``copies_of``: id of the host whose fetched copies are meant; '': the publisher's slots.
     """
     return slot_name(job, 0, copies_of).removesuffix("0")
 
@@ -51,10 +51,11 @@ def turn_path(directory: Path, job: str, host: str) -> Path:
 
 
 class SlotPool:
-    """Pool of ``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` if receivers hold them.
+    """Pool of slots of ``nbytes`` bytes. It begins with ``count`` slots, and grows up to ``max_count`` if receivers
+    hold the existing ones.
 
     Args:
-        stem: names of the files, without their numbers; default: ``slot_stem(job)``.
+        stem: start of the file names, without the number; default: ``slot_stem(job)``.
         on_piece: called repeatedly while slots are created and mapped here.
     """
 
@@ -90,9 +91,9 @@ class SlotPool:
 
         Raises:
             DeadlineError: receivers hold all of ``max_count`` slots for longer than ``timeout_s``.
-            Fenced: a slot was written by a higher epoch.
-            Unavailable: receivers hold all slots for that long, or there are none, and the directory has no room for
-                one more.
+            Fenced: a publisher with a higher epoch has written to a slot.
+            Unavailable: the directory has no room for another slot, and there are no slots, or receivers hold all of
+                them for longer than ``timeout_s``.
         """
         deadline, full = time.monotonic() + timeout_s, ""
         while True:
@@ -147,7 +148,11 @@ class SlotPool:
         self._slots.clear()
 
     def _newest(self, epoch: int) -> Segment | None:
-        """Return the slot of the newest complete version, which late joiners read."""
+        """Return the slot of the newest complete version, which late joiners read.
+
+        Raises:
+            Fenced: a publisher with a higher epoch has written to a slot.
+        """
         newest, best = None, (-1, -1)
         for slot in self._slots:
             header = read_slot(slot)

@@ -22,7 +22,8 @@ __all__ = ["TcpReceiver"]
 
 
 class TcpReceiver:
-    """Pulls from a publisher with ``settings.bulk_host`` into a slot that every process of this host reads.
+    """Pulls versions from a publisher that has ``settings.bulk_host``, into a slot that every process of this host
+    reads.
 
     If that fails, for lack of shared memory or because the fetching process stalls, it pulls into private memory.
     """
@@ -44,7 +45,7 @@ class TcpReceiver:
         return ref.transport == "tcp"
 
     def stage(self, manifest: WeightManifest) -> Staged:
-        """Pull and verify, or open the copy that another process of this host pulled.
+        """Pull and verify the version, or open the copy that another process of this host pulled; return it.
 
         Raises:
             WeightsError: the publisher is gone or slow, or has another version in that slot by now.

@@ -1,9 +1,9 @@
-"""Three batch jobs and an online one under a seeded schedule of faults; at the end everything must be right.
+"""Run three batch jobs and an online job under a seeded schedule of faults, and check everything at the end.
 
     python -m tests.chaos [--seed 1] [--minutes 15] [--kinds kill,stop,...] [--without clock,...]
         [--no-deletions] [--keep DIR]
 
-Prints the schedule, what was done when, and one summary per job. The exit status is 1 if anything is wrong: the same
+Prints the schedule, each fault with its time, and one summary per job. The exit status is 1 if a check fails. The same
 seed and kinds give the same schedule again.
 """
 
@@ -30,9 +30,9 @@ from tests.chaos.traffic import Traffic
 
 START_S, END_S, FREE_S = 60.0, 420.0, 60.0
 FURTHER, FURTHER_ONLINE = 20, 3
-"""Updates after the last fault."""
+"""Updates of a batch job and of the online job after the last fault."""
 MORE_FILES = 64
-"""Descriptors that a process may have beyond those that it began with: connections, logs, slots of four jobs."""
+"""Descriptors that a process may have in addition to those at the start: connections, logs, slots of four jobs."""
 
 MODEL = {
     "config": {
@@ -75,12 +75,12 @@ ONLINE: dict[str, Any] = {
 
 
 def say(line: str) -> None:
-    """A line for people, at once."""
+    """Print a line at once."""
     print(line, flush=True)
 
 
 def run(deployment: Deployment, seed: int, minutes: float, kinds: list[str], *, deletions: bool) -> list[str]:
-    """All of it in a deployment that is ready; returns what is wrong."""
+    """Run jobs, faults and checks in a deployment that is ready; return the failures."""
     client = deployment.client
     jobs = [client.submit(with_overrides({**BATCH, "name": f"batch-{i}"}, CHANGES[i])).id for i in range(BATCH_JOBS)]
     jobs.append(client.submit(ONLINE).id)
@@ -89,7 +89,7 @@ def run(deployment: Deployment, seed: int, minutes: float, kinds: list[str], *, 
     traffic = Traffic(deployment.stack.url, "chaos-key", jobs[-1], seed, deletions=deletions)
     traffic.start()
     try:
-        deployment.until(lambda: traffic.acked, "the first feedback that is acknowledged", START_S)
+        deployment.until(lambda: traffic.acked, "the first acknowledged feedback", START_S)
     except TimeoutError as error:
         raise TimeoutError(f"{error}; {dict(traffic.replies)} {traffic.refused}") from None
     files, wrong = open_files(deployment), list[str]()
@@ -100,7 +100,7 @@ def run(deployment: Deployment, seed: int, minutes: float, kinds: list[str], *, 
             at = time.monotonic() - began
             remark = deployment.commit(fault, jobs)
             say(f"{at:6.1f} s  {fault}{f'  ({remark})' if remark else ''}")
-        say(f"{time.monotonic() - began:6.1f} s  the faults are over")
+        say(f"{time.monotonic() - began:6.1f} s  the faults have ended")
         wrong += _end(deployment, jobs)
     finally:
         traffic.stop()
@@ -114,7 +114,7 @@ def run(deployment: Deployment, seed: int, minutes: float, kinds: list[str], *, 
 
 
 def _end(deployment: Deployment, jobs: list[str]) -> list[str]:
-    """Let every job make a few more updates and end; returns which do not."""
+    """Let every job make a few more updates and end; return a line for each job that does not."""
     client, wrong = deployment.client, list[str]()
 
     def amended(job: str) -> bool:
@@ -157,16 +157,16 @@ def _reconcile(deployment: Deployment, job: str, traffic: Traffic) -> list[str]:
 
 
 def _leaks(deployment: Deployment, jobs: list[str], before: dict[str, int]) -> list[str]:
-    """Shared memory of jobs that are over, and descriptors."""
+    """Check that ended jobs have no shared memory and that no process leaks descriptors; return the failures."""
     wrong = []
 
-    def kept() -> list[str]:
+    def remaining() -> list[str]:
         return [path.name for path in deployment.shm.iterdir() if any(job in path.name for job in jobs)]
 
     try:
-        deployment.until(lambda: not kept(), "the weights of jobs that are over to be removed", FREE_S)
+        deployment.until(lambda: not remaining(), "the weights of ended jobs to be removed", FREE_S)
     except TimeoutError as error:
-        wrong.append(f"{error}: {kept()}")
+        wrong.append(f"{error}: {remaining()}")
     files = open_files(deployment)
     say(f"files    {', '.join(f'{name} {before.get(name, 0)} -> {count}' for name, count in files.items())}")
     wrong += [
@@ -179,7 +179,7 @@ def _leaks(deployment: Deployment, jobs: list[str], before: dict[str, int]) -> l
 
 @contextmanager
 def _directory() -> Iterator[Path]:
-    """A new directory, in memory where there is room."""
+    """Create a temporary directory, in memory if there is room."""
     shm = Path("/dev/shm")
     root = shm if shm.is_dir() and shutil.disk_usage(shm).free > 4 << 30 else None
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-", dir=root, ignore_cleanup_errors=True) as name:
@@ -195,7 +195,7 @@ def _can_mount() -> bool:
 
 
 def _possible(kinds: list[str]) -> list[str]:
-    """The kinds that this machine can make; says which it cannot."""
+    """Return the kinds of faults that this machine can cause; print those that it cannot."""
     lacking = {}
     if "disk" in kinds and not _can_mount():
         lacking["disk"] = "no file system can be mounted here"
@@ -206,7 +206,7 @@ def _possible(kinds: list[str]) -> list[str]:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run; 1 if anything is wrong."""
+    """Run the command line; return 1 if a check fails, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=15.0)

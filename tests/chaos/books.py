@@ -1,4 +1,4 @@
-"""Checks once the faults are over: audits, replays, acknowledged feedback, and nothing left behind."""
+"""Checks after the faults: audits, replays, acknowledged feedback, and processes and files that should be gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.shared.transport.bus import Bus
 from tests.chaos.deployment import Deployment
 
 __all__ = [
-    "FeedbackBooks",
+    "FeedbackRecords",
     "JobSummary",
     "check_feedback",
     "check_job",
@@ -33,14 +33,14 @@ __all__ = [
 ]
 
 ERASED = "erased"
-"""Reason of draws whose users' data was deleted, and of a fork that follows from that."""
+"""Reason in the ledger of draws whose users deleted their data, and of a fork that follows from that."""
 LAST = ("trained", "rejected", "expired", "retracted")
-"""Fates that no other follows."""
+"""Final statuses of feedback."""
 
 
 @dataclass
 class JobSummary:
-    """One job after the faults; ``flaws`` are what must not be."""
+    """Result of one job after the faults; ``flaws`` lists the failed checks."""
 
     job: str
     name: str
@@ -61,7 +61,7 @@ class JobSummary:
 
 
 def check_job(deployment: Deployment, job: str, *, deletions: bool) -> JobSummary:
-    """Audit and replay of one job that is over; ``deletions``: what some users said was deleted meanwhile."""
+    """Check audit, forks and replay of a job that has ended; ``deletions``: users deleted their data meanwhile."""
     client: Client = deployment.client
     record = client.get(job)
     status = record.status
@@ -73,24 +73,27 @@ def check_job(deployment: Deployment, job: str, *, deletions: bool) -> JobSummar
     events = _events(deployment, job)
     found.forks = [f"from batch {one.from_batch} to version {one.version}: {one.reason}" for one in forks_of(events)]
     for fork in unexplained_forks(events, damaged=job in deployment.damaged):
-        found.flaws.append(f"forked without a cause that was made: {fork.reason}")
+        found.flaws.append(f"forked without a fault that explains it: {fork.reason}")
     if status.phase == "succeeded":
         _check_replay(client, found, deletions=deletions)
     return found
 
 
 def forks_of(events: Iterable[Event]) -> list[LineageForked]:
-    """The forks of a ledger."""
+    """Return the forks in a ledger."""
     return [event for event in events if isinstance(event, LineageForked)]
 
 
 def unexplained_forks(events: list[Event], *, damaged: bool) -> list[LineageForked]:
-    """Forks that no fault explains: all but those of a job with a ``damaged`` checkpoint that say `erased`, and whose
-    erased draws are dropped for that reason before anything else is trained."""
+    """Return the forks that no fault explains.
+
+    A fork is explained if a checkpoint of the job was ``damaged``, the reason of the fork is `erased`, and erased draws
+    are dropped before the next update.
+    """
     found = []
-    for place, fork in enumerate(events):
+    for index, fork in enumerate(events):
         if isinstance(fork, LineageForked):
-            after = itertools.takewhile(lambda event: not isinstance(event, BatchTrained), events[place:])
+            after = itertools.takewhile(lambda event: not isinstance(event, BatchTrained), events[index:])
             dropped = any(isinstance(event, Dropped) and event.reason == ERASED for event in after)
             if not (damaged and dropped and fork.reason.startswith(f"{ERASED}:")):
                 found.append(fork)
@@ -98,7 +101,7 @@ def unexplained_forks(events: list[Event], *, damaged: bool) -> list[LineageFork
 
 
 def _check_replay(client: Client, found: JobSummary, *, deletions: bool) -> None:
-    """Every update that can be repeated gives the same bits; a deletion takes the log of what it trained with it."""
+    """Check that each update that can be repeated gives the same bits; after ``deletions`` a replay may end early."""
     rows = list(client.replay(found.job))
     found.replayed = sum(row.get("match") is True for row in rows)
     if any(row.get("match") is False for row in rows):
@@ -116,50 +119,50 @@ def _events(deployment: Deployment, job: str) -> list[Event]:
 
 
 def check_feedback(deployment: Deployment, job: str, acked: dict[str, str]) -> tuple[Counter[str], list[str]]:
-    """Where each acknowledged item of a job that is over is, counted; and what is wrong with some."""
+    """Check that no acknowledged feedback of an ended job is lost or undecided; return counts by source, and flaws."""
 
-    async def read(bus: Bus) -> FeedbackBooks:
+    async def read(bus: Bus) -> FeedbackRecords:
         posts = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
         kept = await bus.read(subjects.FEEDBACK, subjects.feedback_ids(job))
         erased = await bus.read(subjects.FEEDBACK, subjects.erasures(job))
-        fates = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-        return FeedbackBooks(
+        statuses = await bus.read(subjects.DECISIONS, subjects.decisions(job))
+        return FeedbackRecords(
             stream={item.id for message in posts for item in unpack(message.data, FeedbackBatch)[0].items},
             ids={item.id: seq for message in kept for seq, item in unpack(message.data, FeedbackIds)[0].items(job)},
             deletion={id for message in erased for id in unpack(message.data, Erasure)[0].feedback},
-            decision=newest_fates(message.data for message in fates),
+            decision=newest_statuses(message.data for message in statuses),
         )
 
-    books = deployment.on_bus(read)
+    records = deployment.on_bus(read)
     for event in _events(deployment, job):
         if isinstance(event, Admitted):
-            books.decided_below = event.low_feedback
-            books.ledger.update(id for admission in event.admissions for id in admission.feedback)
+            records.decided_below = event.low_feedback
+            records.ledger.update(id for admission in event.admissions for id in admission.feedback)
     bare = {id.removeprefix("fb_"): id for id in acked}
     wrong, status = [], deployment.client.feedback_status  # also knows what came after the end, which nobody decides
-    undecided = {id for id in books.undecided(bare.keys()) if status(bare[id]).status not in LAST}
-    for found, how in ((books.lost(bare.keys()), "nowhere"), (undecided, "undecided for good")):
+    undecided = {id for id in records.undecided(bare.keys()) if status(bare[id]).status not in LAST}
+    for found, how in ((records.lost(bare.keys()), "nowhere"), (undecided, "undecided for good")):
         shown = "; ".join(f"{id} of {acked[bare[id]]}" for id in sorted(found)[:5])
         wrong += [f"{len(found)} of {len(acked)} acknowledged items of feedback are {how}: {shown}"] if found else []
-    return books.count(bare.keys()), wrong
+    return records.count(bare.keys()), wrong
 
 
-def newest_fates(messages: Iterable[bytes]) -> dict[str, str]:
-    """Status of each item by the newest word of DECISIONS; what a leader says after its successor does not count."""
+def newest_statuses(messages: Iterable[bytes]) -> dict[str, str]:
+    """Return the newest status of each item in DECISIONS; ignore what a leader reports after its successor."""
     found, newest = dict[str, str](), 0
     for data in messages:
         batch, envelope = unpack(data, StatusBatch)
         if envelope.epoch >= newest or not envelope.epoch:
             newest = max(newest, envelope.epoch)
-            found |= {fate.feedback: fate.status for fate in batch.items if not fate.revision}
+            found |= {item.feedback: item.status for item in batch.items if not item.revision}
     return found
 
 
 @dataclass
-class FeedbackBooks:
-    """Feedback that the streams of one job report, by id; ``ids`` are those that the job knows without their items.
+class FeedbackRecords:
+    """Ids of feedback that the streams of one job report; ``ids`` maps those known without their items to a sequence.
 
-    ``decided_below`` is the sequence in FEEDBACK below which the ledger says that everything is decided.
+    ``decided_below`` is the sequence in FEEDBACK below which everything is decided, according to the ledger.
     """
 
     stream: set[str]
@@ -170,23 +173,23 @@ class FeedbackBooks:
     decided_below: int = 0
 
     def count(self, ids: Collection[str]) -> Counter[str]:
-        """How many of these each place tells of."""
+        """Return how many of ``ids`` each source reports."""
         places = {name: found for name, found in vars(self).items() if isinstance(found, Collection)}
         return Counter({name: len(set(found).intersection(ids)) for name, found in places.items()})
 
     def lost(self, ids: Collection[str]) -> set[str]:
-        """Those that would be taken anew if they were sent again, or of which nobody knows what became of them."""
+        """Return the lost ids: the job would accept them again as new, or no source reports a decision on them."""
         decided = {id for id, seq in self.ids.items() if seq < self.decided_below}
-        over = self.ids.keys() & (decided | self.ledger | self.decision.keys())
-        return set(ids) - self.stream - self.deletion - over
+        settled = self.ids.keys() & (decided | self.ledger | self.decision.keys())
+        return set(ids) - self.stream - self.deletion - settled
 
     def undecided(self, ids: Collection[str]) -> set[str]:
-        """Those of which the job, which is over, never told the last fate."""
+        """Return the ids for which the job, which has ended, never reported a final status."""
         return {id for id in set(ids) - self.deletion if self.decision.get(id) not in LAST}
 
 
 def open_files(deployment: Deployment) -> dict[str, int]:
-    """File descriptors of each process that runs."""
+    """Return the number of open file descriptors of each running process."""
     found = {}
     for name, pid in deployment.stack.processes.items():
         with contextlib.suppress(OSError):
@@ -195,14 +198,14 @@ def open_files(deployment: Deployment) -> dict[str, int]:
 
 
 def left_behind(directory: Path) -> Iterator[str]:
-    """Processes that still work in a directory after its deployment was closed, and files in its shared memory."""
+    """Yield processes that still use a directory after its deployment was closed, and files in its shared memory."""
     for process in psutil.process_iter(["pid", "cmdline", "name"]):
         if process.pid == os.getpid():
             continue
-        told: list[Any] = [*(process.info["cmdline"] or [])]
+        words: list[Any] = [*(process.info["cmdline"] or [])]
         with contextlib.suppress(psutil.Error, OSError):
-            told += process.environ().values()
-        if any(str(directory) in str(word) for word in told) and process.pid not in _ancestors():
+            words += process.environ().values()
+        if any(str(directory) in str(word) for word in words) and process.pid not in _ancestors():
             yield f"process {process.pid} ({process.info['name']}): {' '.join(process.info['cmdline'] or [])[:120]}"
     for path in (directory / "shm").iterdir():
         yield f"shared memory: {path.name} ({path.stat().st_size} bytes)"

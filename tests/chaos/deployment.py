@@ -1,4 +1,4 @@
-"""A deployment that `penstock up` would start, with what faults need: clocks, links and a disk that can be spoilt."""
+"""A deployment as `penstock up` starts it, in which faults can change clocks, cut connections and fill the disk."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 API_KEY = "chaos-key"
 CLOCK = Path(__file__).with_name("clock")
-"""Holds the `sitecustomize` that spoils a clock."""
+"""Folder of the `sitecustomize` that changes a clock."""
 READY_S = 180.0
 DISK_MIB = 1536
 BLOCK = 1 << 16
 
 
 class Link:
-    """A TCP proxy between one worker and NATS; while it is cut nothing passes, and nobody is told."""
+    """TCP proxy between one worker and NATS; while the link is cut, no data passes and no connection is closed."""
 
     def __init__(self) -> None:
         self.open = asyncio.Event()
@@ -53,7 +53,7 @@ class Link:
         self._server = await asyncio.start_server(self._serve, sock=self._listener)
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more connections, and let data pass again."""
         if self._server is not None:
             self._server.close()
         self.open.set()
@@ -84,11 +84,11 @@ class Deployment:
     """A running stack on an event loop in a thread, its faults, and its streams.
 
     Args:
-        directory: everything is below it.
-        clocks: the wall clocks of the services can be spoilt.
-        small_disk: data directory on a file system of its own, which can be filled.
-        keep: what is left in the end, logs and streams, is copied there.
-        say: takes lines for people.
+        directory: Parent of all files of the deployment.
+        clocks: True if faults change the wall clocks of the services.
+        small_disk: True if the data directory gets a file system of its own, which a fault can fill.
+        keep: Folder for a copy of logs and streams at the end.
+        say: Receives lines for people.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Deployment:
         self.directory, self.data_dir, self.shm = directory, directory / "data", directory / "shm"
         self.say, self.restarts = say, list[str]()
         self.damaged: set[str] = set()
-        """Jobs of which a checkpoint was damaged: a fork of theirs may follow from a deletion."""
+        """Jobs of which a checkpoint was damaged: a deletion may fork them."""
         self._clocks, self._mounted, self._keep = clocks, False, keep
         for folder in (self.data_dir, self.shm):
             folder.mkdir(parents=True)
@@ -123,7 +123,7 @@ class Deployment:
             data_dir=self.data_dir, environment=environment, workers={"rollout": 2, "env": 0}, drain_s=10,
             launch=self._launch,
         )  # fmt: skip
-        self.stack = Stack(options, self._tell)
+        self.stack = Stack(options, self._record_restart)
 
     def __enter__(self) -> Deployment:
         try:
@@ -140,7 +140,7 @@ class Deployment:
         self.close()
 
     def close(self) -> None:
-        """End every process and the thread, and give the disk back."""
+        """Stop every process and the thread, and unmount the disk."""
         self.run(self.stack.close(), READY_S)
         for link in self.links.values():
             self._loop.call_soon_threadsafe(link.close)
@@ -154,11 +154,11 @@ class Deployment:
                 subprocess.run(["umount", "--lazy", str(self.data_dir)], check=True)
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 120.0) -> T:
-        """The result of a coroutine on the stack's loop."""
+        """Run a coroutine on the event loop of the stack; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def on_bus(self, ask: Callable[[Bus], Awaitable[T]]) -> T:
-        """The result of ``ask`` with a connection to the bus of this stack."""
+        """Connect to the bus of this stack; return the result of ``ask``."""
 
         async def go() -> T:
             async with await Bus.connect(str(self.stack._nats_url), name="chaos") as bus:
@@ -167,7 +167,7 @@ class Deployment:
         return self.run(go())
 
     def until(self, true: Callable[[], Any], what: str, seconds: float) -> Any:
-        """Wait for something. Raises TimeoutError, which says what."""
+        """Wait for a true value of ``true()``, and return it. Raises TimeoutError with ``what``."""
         deadline = time.monotonic() + seconds
         while True:
             with contextlib.suppress(Unavailable):
@@ -186,7 +186,7 @@ class Deployment:
         return links
 
     def _launch(self, module: str, environment: Mapping[str, str], log: IO[bytes]) -> Process:
-        """As `penstock up` starts a service, behind its link and under its clock."""
+        """Start a service as `penstock up` does, behind its link and with its clock."""
         worker, own = environment["PENSTOCK_WORKER_ID"], dict(environment)
         link = self.links.get(worker)
         if link is not None:
@@ -200,14 +200,14 @@ class Deployment:
             own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CLOCK), own.get("PYTHONPATH")]))
         return interpreter(module, own, log)
 
-    def _tell(self, line: str) -> None:
+    def _record_restart(self, line: str) -> None:
         self.restarts.append(line)
 
     def _clock_file(self, worker: str) -> Path:
         return self.directory / f"clock-{worker}"
 
     def set_clock(self, worker: str, skew_s: int) -> None:
-        """From about half a second from now on the wall clock of a worker is off by so many seconds."""
+        """Shift the wall clock of a worker by ``skew_s``, from about half a second from now on."""
         new = self._clock_file(worker).with_suffix(".new")
         new.write_text(str(skew_s))
         new.replace(self._clock_file(worker))
@@ -215,12 +215,12 @@ class Deployment:
     # -- faults ------------------------------------------------------------------------------------------------------
 
     def commit(self, fault: Fault, jobs: list[str]) -> str:
-        """Carry a fault out and repair what a person would have to; returns a remark."""
+        """Cause a fault, and repair what a person would repair; return a remark for the output."""
         carry_out: Callable[[Fault, str], str] = getattr(self, f"_{fault.kind}")
         return carry_out(fault, jobs[fault.job] if fault.job >= 0 else "")
 
     def pid(self, name: str) -> int:
-        """Present process id; 0 while it is being started again."""
+        """Return the current process id; 0 while the process is being restarted."""
         return self.stack.processes.get(name, 0)
 
     def _signal(self, name: str, number: int) -> None:

@@ -12,9 +12,9 @@ BATCH_JOBS = 3
 WORKERS = ("coordinator-0", "rollout-0", "rollout-1", "reward-0", "trainer-0")
 SERVERS = ("nats", "valkey")
 SKEWED = ("coordinator-0", "rollout-0", "rollout-1", "trainer-0")
-"""Whose clocks are wrong at times; nats-server is a static program and keeps the right one."""
+"""Workers whose clocks faults change; nats-server is a static program and keeps the right one."""
 GAP_S = (2.0, 7.0)
-"""Between the end of a fault and the next one."""
+"""Range of the pause between the end of a fault and the next fault."""
 KINDS = {
     "kill": 5,  # SIGKILL
     "stop": 4,  # SIGSTOP, later SIGCONT
@@ -25,14 +25,14 @@ KINDS = {
     "slots": 2,  # weight slots of a job removed while a rollout worker is down
     "checkpoint": 1,  # a byte of a job's newest checkpoint changed, and its trainer killed
 }
-"""Kinds of faults, and how often each is drawn relative to the others."""
+"""Kinds of faults, each with its weight in the random choice."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: ``targets`` are processes; ``job`` counts the batch jobs, the online one is the last.
+    """One fault: ``targets`` are processes; ``job`` is the index of a job, of which the online job is the last.
 
-    ``after_s`` is the pause before it, ``seconds`` how long it lasts, ``skew_s`` what is added to a clock.
+    ``after_s`` is the pause before the fault, ``seconds`` its duration, ``skew_s`` the shift of a clock.
     """
 
     number: int
@@ -52,10 +52,10 @@ class Fault:
 
 
 def schedule(seed: int, minutes: float, kinds: Collection[str]) -> list[Fault]:
-    """Faults for so many minutes, each of one of the ``kinds``; every kind comes once before one comes again.
+    """Return faults for so many ``minutes``, each of one of the ``kinds``; every kind comes once before one repeats.
 
     Raises:
-        ValueError: there is no such kind, or none at all.
+        ValueError: a kind does not exist, or ``kinds`` is empty.
     """
     unknown = set(kinds) - set(KINDS)
     if unknown or not kinds:

@@ -1,4 +1,4 @@
-"""Three minutes of the chaos driver, as its command line runs it, and what its schedule promises."""
+"""The chaos driver: its schedule, its clocks, its checks, and three minutes of faults by its command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("tests.chaos.schedule")
 
 
-def test_a_schedule_is_its_seeds_and_has_every_kind_before_one_comes_again(schedules: Any) -> None:
+def test_a_schedule_depends_on_its_seed_and_has_every_kind_before_one_repeats(schedules: Any) -> None:
     kinds = list(schedules.KINDS)
     first, again, other = (schedules.schedule(seed, 5, kinds) for seed in (1, 1, 2))
     assert first == again != other
@@ -36,7 +36,7 @@ def test_a_schedule_is_its_seeds_and_has_every_kind_before_one_comes_again(sched
             schedules.schedule(1, 1, wrong)
 
 
-def test_a_spoilt_clock_is_wrong_by_what_its_file_says_and_sleeps_are_true(tmp_path: Path) -> None:
+def test_a_changed_clock_is_wrong_as_its_file_says_and_sleeps_stay_right(tmp_path: Path) -> None:
     clock = tmp_path / "clock"
     clock.write_text("3600")
     program = (
@@ -54,19 +54,19 @@ def test_a_spoilt_clock_is_wrong_by_what_its_file_says_and_sleeps_are_true(tmp_p
     assert done.stdout.split() == ["60", "True"]
 
 
-def test_feedback_is_lost_unless_its_item_a_deletion_or_its_id_with_a_fate_is_there(
+def test_feedback_is_lost_unless_stored_deleted_or_known_with_a_status(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    books = importlib.import_module("tests.chaos.books").FeedbackBooks(
+    records = importlib.import_module("tests.chaos.books").FeedbackRecords(
         stream={"stands"}, deletion={"erased"}, ledger={"admitted", "id gone"},
-        ids={"told": 9, "admitted": 9, "below": 4, "open": 5}, decided_below=5,
-        decision={"told": "rejected", "unknown id": "trained", "admitted": "matched"},
+        ids={"decided": 9, "admitted": 9, "below": 4, "open": 5}, decided_below=5,
+        decision={"decided": "rejected", "unknown id": "trained", "admitted": "matched"},
     )  # fmt: skip
-    acked = {"stands", "erased", "told", "admitted", "below", "open", "unknown id", "id gone", "nowhere"}
-    assert books.lost(acked) == {"open", "unknown id", "id gone", "nowhere"}
-    assert books.count({"told", "stands"}) == {"stream": 1, "ids": 1, "deletion": 0, "decision": 1, "ledger": 0}
-    assert books.undecided({"erased", "told", "unknown id", "admitted", "stands"}) == {"admitted", "stands"}
+    acked = {"stands", "erased", "decided", "admitted", "below", "open", "unknown id", "id gone", "nowhere"}
+    assert records.lost(acked) == {"open", "unknown id", "id gone", "nowhere"}
+    assert records.count({"decided", "stands"}) == {"stream": 1, "ids": 1, "deletion": 0, "decision": 1, "ledger": 0}
+    assert records.undecided({"erased", "decided", "unknown id", "admitted", "stands"}) == {"admitted", "stands"}
 
 
 def test_a_fork_is_a_failure_unless_a_deletion_and_a_damaged_checkpoint_explain_it(
@@ -84,7 +84,7 @@ def test_a_fork_is_a_failure_unless_a_deletion_and_a_damaged_checkpoint_explain_
     trained = BatchTrained(**base, number=2, revision=1, version=3, digest="w", trainer_epoch=1)
     assert unexplained([erased, dropped, trained], damaged=True) == []
     assert unexplained([erased, dropped, trained], damaged=False) == [erased], "a deletion alone forks nothing"
-    assert unexplained([erased, trained, dropped], damaged=True) == [erased], "the books do not show it"
+    assert unexplained([erased, trained, dropped], damaged=True) == [erased], "the ledger does not show the deletion"
     assert unexplained([lost, dropped, trained], damaged=True) == [lost]
 
 
@@ -93,7 +93,7 @@ def test_a_fork_is_a_failure_unless_a_deletion_and_a_damaged_checkpoint_explain_
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_four_jobs_survive_three_minutes_of_faults() -> None:
-    """With the same seed `python -m tests.chaos` repeats a failure; skipped kinds are named in the output."""
+    """The same seed repeats a failure by `python -m tests.chaos`; the output names the kinds that were skipped."""
     command = [sys.executable, "-m", "tests.chaos", "--seed", str(SEED), "--minutes", str(MINUTES)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1150, check=False)
     print(done.stdout)

@@ -1,4 +1,4 @@
-"""Agents that ask an online job, judge its answers, and users who want to be deleted; what was acknowledged is kept."""
+"""Agents that ask an online job and post feedback, and users who delete their data; acknowledged feedback is noted."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ REPLY_S = 20.0
 
 
 class Traffic:
-    """Threads that talk to one job over HTTP until they are stopped. A request that fails is counted, not repeated.
+    """Threads that send requests to one job over HTTP until they are stopped. Failed requests are counted, not retried.
 
     Attributes:
-        acked: user by id of every item of feedback that was answered with 202.
-        deleted: users whose deletion was accepted, and when.
-        replies: how requests were answered, by verb and status; 0: not at all.
-        refused: the newest reply with a status of 4xx, by verb.
+        acked: User of each item of feedback that was answered with 202, by id.
+        deleted: Time of each accepted deletion, by user.
+        replies: Number of replies by verb and status; status 0 stands for no reply.
+        refused: Newest reply with a status of 4xx, by verb.
     """
 
     def __init__(self, url: str, api_key: str, job: str, seed: int, *, deletions: bool = True) -> None:
@@ -35,26 +35,26 @@ class Traffic:
         self.refused: dict[str, str] = {}
         self._url, self._headers = url, {"authorization": f"Bearer {api_key}"}
         self._job, self._seed = job, seed
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._agent, args=(number,), daemon=True) for number in range(AGENTS)]
         if deletions:
             self._threads.append(threading.Thread(target=self._deleter, daemon=True))
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End, once the requests that are out are answered or given up."""
-        self._over.set()
+        """Stop the threads, once requests in progress are answered or time out."""
+        self._stopped.set()
         for thread in self._threads:
             thread.join(3 * REPLY_S)
             assert not thread.is_alive(), "a client hangs: a request has a deadline"
 
     def _call(self, http: httpx.Client, name: str, method: str, path: str, **body: Any) -> dict[str, Any] | None:
-        """The reply; None where there was no good one."""
+        """Send a request; return the body of a successful reply, else None."""
         try:
             reply = http.request(method, path, **({"json": body} if body else {}))
         except httpx.TransportError:
@@ -70,7 +70,7 @@ class Traffic:
     def _agent(self, number: int) -> None:
         rng = random.Random(f"agent/{self._seed}/{number}")
         with httpx.Client(base_url=self._url, headers=self._headers, timeout=REPLY_S) as http:
-            while not self._over.wait(ASK_EVERY_S):
+            while not self._stopped.wait(ASK_EVERY_S):
                 user = f"user-{rng.randrange(USERS)}"
                 prompt = f"{rng.randrange(10)}+{rng.randrange(10)}="
                 answer = self._call(
@@ -80,7 +80,7 @@ class Traffic:
                     self._judge(http, answer, user, rng)
 
     def _judge(self, http: httpx.Client, answer: dict[str, Any], user: str, rng: random.Random) -> None:
-        """Say once or twice what is thought of an answer, again with the same id, as a client that retries."""
+        """Post feedback on an answer, sometimes twice with the same id, as a client does that retries."""
         text, id = answer["choices"][0]["text"], str(uuid.UUID(int=rng.getrandbits(128), version=4))
         for _ in range(1 + (rng.random() < 0.2)):
             accepted = self._call(
@@ -94,7 +94,7 @@ class Traffic:
     def _deleter(self) -> None:
         rng = random.Random(f"deleter/{self._seed}")
         with httpx.Client(base_url=self._url, headers=self._headers, timeout=REPLY_S) as http:
-            while not self._over.wait(DELETE_EVERY_S):
+            while not self._stopped.wait(DELETE_EVERY_S):
                 user = f"user-{rng.randrange(USERS)}"
                 if self._call(http, "delete", "DELETE", f"/v1/users/{user}/data") is not None:
                     self.deleted[user] = time.time()

@@ -1,7 +1,7 @@
-"""One deployment for all clients of others, and a way to run each with an interpreter of its own.
+"""Fixtures for clients of other projects: one deployment for all of them, and an interpreter of its own for each.
 
 The policy is the chain of ``tests/contract/serving``: every word has one successor, so a tiny model calls a tool, and
-answers once it has the tool's result. Everything else is what users run: processes, keys, an online job that learns.
+answers once it has the tool's result. Everything else is as for users: processes, keys, an online job that learns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHM = Path("/dev/shm")
 MODEL, API_KEY = "agent", "clients-key"
 READY_S = 90.0
 SCRIPT_S = 240.0
-"""Some need many seconds to import themselves, and more on a busy machine."""
+"""Limit for a script: some clients take many seconds to import, and more on a busy machine."""
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% for message in messages %}{{ message['content'] }}"
@@ -65,7 +65,7 @@ JOB: dict[str, Any] = {
 
 
 class Deployment:
-    """A stack of processes that serves one online job. Its loop lives in a thread: tests are plain functions."""
+    """Processes that serve one online job. The event loop runs in a thread, so that tests are plain functions."""
 
     def __init__(self, directory: Path, save_chain: Callable[[Path], None]) -> None:
         self.model_dir = directory / "model"
@@ -109,7 +109,7 @@ class Deployment:
         self._loop.close()
 
     def interactions(self) -> dict[str, Interaction]:
-        """Every record, by id."""
+        """Return every recorded interaction, by id."""
 
         async def read() -> list[Interaction]:
             state = read_state(self._stack.options.data_dir)
@@ -121,18 +121,18 @@ class Deployment:
         return {interaction.id: interaction for interaction in self._run(read())}
 
     def await_training(self, feedback: str) -> None:
-        """Wait until what a client said was trained on. A batch has two, and clients post odd numbers: one is added."""
+        """Wait until an item of feedback is trained. A batch has two items and clients post odd numbers: add one."""
         self.client.feedback("accepted", True, inference=self._ask().json()["id"])
 
         def trained() -> bool:
-            fate = self.client.feedback_status(feedback)
-            assert fate.status not in ("rejected", "expired", "retracted", "quarantined"), fate
-            return fate.status == "trained"
+            status = self.client.feedback_status(feedback)
+            assert status.status not in ("rejected", "expired", "retracted", "quarantined"), status
+            return status.status == "trained"
 
         self.until(trained, f"the training on {feedback}")
 
     def until(self, true: Callable[[], Any], what: str) -> None:
-        """Wait for something."""
+        """Wait until ``true()`` returns a true value."""
         deadline = time.monotonic() + READY_S
         while not true():
             assert time.monotonic() < deadline, f"{what}: not within {READY_S:g} s; {self.client.why(self.job)}"
@@ -152,7 +152,7 @@ class Deployment:
 
 @pytest.fixture(scope="session")
 def deployment(chain: ModuleType) -> Iterator[Deployment]:
-    """One for all clients; in memory where there is room, for then an fsync costs nothing."""
+    """Deployment for all clients, in memory if there is room, because an fsync costs nothing there."""
     root = SHM if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 << 30 else None
     with (
         tempfile.TemporaryDirectory(prefix="penstock-clients-", dir=root) as directory,
@@ -163,19 +163,19 @@ def deployment(chain: ModuleType) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="session")
 def client_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Variables for a client's process: nothing of ours, a home of its own, and no hub to ask."""
+    """Environment variables of a client's process: none of Penstock's, a home of its own, and no access to the hub."""
     kept = {name: os.environ[name] for name in ("PATH", "SSL_CERT_FILE") if name in os.environ}
     return {**kept, "HOME": str(tmp_path_factory.mktemp("home")), "HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8"}
 
 
 @dataclass(frozen=True)
 class Ran:
-    """A client that ended well."""
+    """Result of a client that succeeded."""
 
-    said: dict[str, Any]
-    """The last line of its output."""
+    output: dict[str, Any]
+    """Last line of its output, decoded."""
     records: list[Interaction]
-    """Interactions that the deployment recorded meanwhile."""
+    """Interactions that the deployment recorded during the run."""
     deployment: Deployment
 
 
@@ -183,7 +183,7 @@ class Ran:
 def start_openai(
     python_of: Callable[[str], Path], client_environment: dict[str, str]
 ) -> Callable[[str, str], Awaitable[Process]]:
-    """Starts a script of this folder beside OpenAI's client; it talks to the model `agent` at a URL."""
+    """Function that starts a script of this folder with OpenAI's client, for the model `agent` at a URL."""
     python = python_of("openai")
 
     async def start(script: str, url: str) -> Process:
@@ -201,11 +201,11 @@ def run_client(
     request: pytest.FixtureRequest,
     tmp_path: Path,
 ) -> Callable[[str], Ran]:
-    """Run ``scripts/NAME.py URL KEY MODEL TOKENIZER`` with the client's interpreter."""
+    """Function that runs ``scripts/NAME.py URL KEY MODEL TOKENIZER`` with the client's interpreter."""
 
     def run(name: str) -> Ran:
         python = python_of(name)
-        deployment: Deployment = request.getfixturevalue("deployment")  # not started where no client is
+        deployment: Deployment = request.getfixturevalue("deployment")  # not started if the client is not installed
         before = deployment.interactions()
         words = [deployment.url, API_KEY, MODEL, str(deployment.model_dir / "tokenizer")]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""OpenAI's SDK with a timeout that is too short for its answer: it gives up and asks again by itself. Prints its id."""
+"""OpenAI's SDK with a timeout that is too short for its answer: it times out and retries. Prints the answer's id."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four threads with OpenAI's SDK, streams one after another for three seconds; any error ends it. Prints how many."""
+"""Four threads that stream answers by OpenAI's SDK for three seconds; errors end it. Prints the number of streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ URL, KEY, MODEL = sys.argv[1:4]
 
 
 def speak(client: openai.OpenAI, until: float) -> int:
-    """Streams until then; how many."""
+    """Stream answers one after another until the time ``until``; return their number."""
     number = 0
     while time.monotonic() < until:
         stream = client.chat.completions.create(

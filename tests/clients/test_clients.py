@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(480)]
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_client_works_and_every_answer_is_recorded_once(name: str, run_client: Any) -> None:
     ran = run_client(name)
-    assert len(ran.records) == ran.said["answers"]
-    for feedback in ran.said.get("feedback", []):
+    assert len(ran.records) == ran.output["answers"]
+    for feedback in ran.output.get("feedback", []):
         ran.deployment.await_training(feedback)
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's SDK times out in the middle of an answer and asks again by itself: it gets that answer, recorded once."""
+"""OpenAI's SDK times out during an answer and retries by itself: it gets the same answer, which is recorded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of the library `verifiers`, the real one in its own interpreter, played by our engine token by token."""
+"""Environments of the real library `verifiers`, in its own interpreter, played by our engine token by token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ JOB: dict[str, Any] = {
 
 @dataclass
 class Play:
-    """A job's engine and env worker."""
+    """Engine and env worker of one job."""
 
     config: JobConfig
     maker: GroupMaker
@@ -66,7 +66,7 @@ class Play:
     after: Callable[[ToolRequest], None] = lambda request: None
 
     async def ask(self, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
-        """As a rollout session does."""
+        """Send a request to the env worker as a rollout session does; record the request, and call ``after``."""
         self.asked.append(request)
         reply = await self.requests.ask("key", clock, name, request)
         self.after(request)
@@ -79,13 +79,13 @@ class Play:
                 await asyncio.sleep(0.02)
 
     async def group(self, ordinal: int = 0) -> Group:
-        """One group, as it would be stored."""
+        """Return one group, encoded and decoded as for storage."""
         ticket = Ticket(draw=Draw(ordinal), epoch=1, deadline=0.0, min_version=0)
         group = await self.maker.make(ticket, self.source.train(ordinal), f"k{ordinal}", self.ask)
         return decode_group(encode_group(group)[0])
 
     def turns(self, group: Group, index: int) -> list[tuple[bool, str]]:
-        """Runs of tokens that the policy chose, or not, and their text."""
+        """Return the runs of tokens of one completion: True if the policy chose them, and their text."""
         start, end = group.cu_seqlens[index], group.cu_seqlens[index + 1]
         mask, tokens = group.mask[start:end], group.token_ids[start:end]
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
@@ -102,7 +102,7 @@ def play(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Any]:
-    """Open a job over one of the tasksets of this folder."""
+    """Function that opens a job on one of the tasksets of this folder."""
     python = python_of("verifiers")
     monkeypatch.setenv("PYTHONPATH", str(HERE / "environments"))
     monkeypatch.setenv("HOME", client_environment["HOME"])
@@ -159,11 +159,11 @@ async def test_a_tool_with_state(play: Any) -> None:
         assert game.turns(group, index) == [(True, call), (False, "hi"), (True, SAYS)]
         start, end = group.cu_seqlens[index], group.cu_seqlens[index + 1]
         assert not group.logprobs[start:end][group.mask[start:end] == 0].any()
-    said = [request.arguments["message"] for request in game.asked if request.purpose == "answer"]
-    assert [len(message.get("tool_calls", [])) for message in said].count(1) == 2, "one call of each episode"
+    messages = [request.arguments["message"] for request in game.asked if request.purpose == "answer"]
+    assert [len(message.get("tool_calls", [])) for message in messages].count(1) == 2, "one call of each episode"
 
 
-async def test_a_talk_and_the_ends_of_budgets(play: Any) -> None:
+async def test_a_conversation_ends_with_its_budget_of_turns(play: Any) -> None:
     async with play("chain-talk") as game:
         whole = await game.group()
     talk = [(True, SAYS), (False, " hi"), (True, SAYS), (False, " hi"), (True, SAYS)]
@@ -178,14 +178,14 @@ async def test_a_talk_and_the_ends_of_budgets(play: Any) -> None:
         again = await game.group()
     assert not cut.failed.any()
     assert {FINISH_REASONS[code] for code in cut.finish} == {"length"}
-    assert cut.meta["row"][JUDGEMENTS] == [pytest.approx(0.2)] * 2, "what there was is judged"
+    assert cut.meta["row"][JUDGEMENTS] == [pytest.approx(0.2)] * 2, "the played turns are judged"
     assert [len(game.turns(cut, i)) for i in range(2)] == [3, 3]
-    assert not again.failed.any(), "episodes whose process died are begun again"
+    assert not again.failed.any(), "episodes whose process died start again"
     assert again.token_ids.tolist() == cut.token_ids.tolist()
     assert {request.state.episode[-2:] for request in game.asked if request.state} >= {"+1"}
 
 
-async def test_what_cannot_be_opened_says_why(play: Any) -> None:
+async def test_an_environment_that_cannot_be_opened_says_why(play: Any) -> None:
     async with play("no-such-taskset") as game:
         group = await game.group()
         assert "taskset 'no-such-taskset' not found" in game.worker.status()["waiting_for"]

@@ -1,4 +1,4 @@
-"""New weights every 200 ms while OpenAI's SDK streams: no error, and each token knows the version that wrote it."""
+"""New weights every 200 ms while OpenAI's SDK streams: no request fails, and records name the version of each token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 pytestmark = pytest.mark.clients
 
 
-async def test_new_weights_every_200_ms_are_no_error(
+async def test_new_weights_every_200_ms_cause_no_error(
     start_openai: Callable[[str, str], Awaitable[Process]], chain: ModuleType, tmp_path: Path
 ) -> None:
     async with chain.running_stack(tmp_path) as stack:

@@ -1,4 +1,4 @@
-"""Makes the environments of the clients: ``python tests/clients/venvs.py [NAME ...]``; without names, all of them.
+"""Create the environments of the clients: ``python tests/clients/venvs.py [NAME ...]``; without names, all of them.
 
 Each is in ``PENSTOCK_CLIENTS_DIR/NAME`` (default: ``.clients/NAME``) and holds what ``requirements/NAME.txt`` pins.
 """
@@ -21,19 +21,19 @@ AT_ONCE = 2
 
 
 def names() -> list[str]:
-    """All clients."""
+    """Return the names of all clients."""
     return sorted(file.stem for file in (HERE / "requirements").glob("*.txt"))
 
 
 def python_of(name: str) -> Path | None:
-    """The interpreter of a client's environment; None where there is none, or one of other requirements."""
+    """Return the interpreter of a client's environment; None if there is none with the current requirements."""
     folder = _folder(name)
     made = folder / "requirements.txt"
     return folder / "bin" / "python" if made.is_file() and made.read_text() == _wanted(name).read_text() else None
 
 
 def make(name: str) -> None:
-    """Make a client's environment anew. Raises CalledProcessError where something cannot be installed."""
+    """Create a client's environment anew. Raises CalledProcessError if a requirement cannot be installed."""
     folder = _folder(name)
     shutil.rmtree(folder, ignore_errors=True)
     python = folder / "bin" / "python"
@@ -42,7 +42,7 @@ def make(name: str) -> None:
     subprocess.run([*pip, "install", "--quiet", "--requirement", str(_wanted(name))], check=True)
     if list(folder.glob("lib/python*/site-packages/nvidia*")):
         raise SystemExit(f"{name}: its requirements install CUDA libraries; pin torch's CPU build, or leave torch out")
-    shutil.copy(_wanted(name), folder / "requirements.txt")  # last: what it says is there
+    shutil.copy(_wanted(name), folder / "requirements.txt")  # last: the file shows that the installation is complete
 
 
 def _folder(name: str) -> Path:
@@ -60,14 +60,14 @@ def _made(name: str) -> str:
 
 
 def main() -> None:
-    """Make the environments that are not there."""
+    """Create the environments that are missing."""
     wanted = sys.argv[1:] or names()
     unknown = sorted(set(wanted) - set(names()))
     if unknown:
         raise SystemExit(f"no client {', '.join(unknown)}; there are: {', '.join(names())}")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for told in pool.map(_made, (name for name in wanted if python_of(name) is None)):
-            print(told)
+        for line in pool.map(_made, (name for name in wanted if python_of(name) is None)):
+            print(line)
 
 
 if __name__ == "__main__":

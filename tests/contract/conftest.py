@@ -1,4 +1,4 @@
-"""The world outside: a web service of the test's own, a Valkey, a small classifier on disk, and both clients."""
+"""Fixtures of the outside world: a web service, a Valkey, a small classifier on disk, and both clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import pytest
 
 @dataclass(slots=True)
 class Asked:
-    """One request as it arrived."""
+    """A request as it arrived at the web service."""
 
     path: str
     headers: dict[str, str]
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Answer:
-    """Reply of the service: sent once a test lets it go, at the latest after ``wait_s``."""
+    """Reply of the web service, sent when the test sets ``released``, at the latest after ``wait_s`` seconds."""
 
     body: Any
     status: int = 200
@@ -44,7 +44,7 @@ class Answer:
 
 
 class WebService(ThreadingHTTPServer):
-    """A real server on a free port; ``answer`` decides what it says."""
+    """A real HTTP server on a free port; ``answer`` returns its reply to a request."""
 
     daemon_threads = True
     block_on_close = False
@@ -58,7 +58,7 @@ class WebService(ThreadingHTTPServer):
         self.lock = threading.Lock()
 
     def reply(self, body: Any, status: int = 200, wait_s: float = 0.0, **headers: str) -> Answer:
-        """An answer; underscores in names of headers stand for dashes."""
+        """Return an answer; underscores in names of headers stand for dashes."""
         return Answer(body, status, {name.replace("_", "-"): value for name, value in headers.items()}, wait_s)
 
     @property
@@ -66,7 +66,7 @@ class WebService(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone away is part of the tests."""
+        """Print nothing: tests include clients that leave."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -93,12 +93,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
+        """Print nothing."""
 
 
 @pytest.fixture
 def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[WebService]:
-    """A service on this host, which scorers may ask."""
+    """Run a web service on this host, to which scorers may send requests."""
     monkeypatch.setenv("PENSTOCK_SCORER_PRIVATE", "true")
     service = WebService()
     thread = threading.Thread(target=service.serve_forever, kwargs={"poll_interval": 0.01})
@@ -154,7 +154,7 @@ def valkey(tmp_path: Path) -> Iterator[Valkey]:
 
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A reward model that looks at the last character only: 1 for a 2, -1 for a 3, 0 else.
+    """Return the directory of a reward model that scores the last character: 1 for a 2, -1 for a 3, 0 for others.
 
     Embeddings are axes, the layer adds nothing, the norm makes each axis sqrt(hidden) long.
     """
@@ -193,13 +193,16 @@ Ask = Callable[..., Awaitable[Any]]
 
 @pytest.fixture(params=["Client", "AsyncClient"])
 def asking(request: pytest.FixtureRequest) -> Callable[[str], contextlib.AbstractAsyncContextManager[Ask]]:
-    """``async with asking(url) as ask: await ask("episodes.show", id)``: by either client; lists of what they yield."""
+    """Return ``asking``: ``async with asking(url) as ask: await ask("episodes.show", id)``, for each client in turn.
+
+    ``ask`` returns iterators as lists.
+    """
     from penstock.client import AsyncClient, Client
 
     @contextlib.asynccontextmanager
     async def blocking(url: str, **more: Any) -> AsyncIterator[Ask]:
-        def call(name: str, *args: Any, **said: Any) -> Any:
-            found = attrgetter(name)(client)(*args, **said)
+        def call(name: str, *args: Any, **options: Any) -> Any:
+            found = attrgetter(name)(client)(*args, **options)
             return list(found) if isinstance(found, Iterator) else found
 
         with Client(url, **more) as client:
@@ -207,8 +210,8 @@ def asking(request: pytest.FixtureRequest) -> Callable[[str], contextlib.Abstrac
 
     @contextlib.asynccontextmanager
     async def awaiting(url: str, **more: Any) -> AsyncIterator[Ask]:
-        async def call(name: str, *args: Any, **said: Any) -> Any:
-            found = attrgetter(name)(client)(*args, **said)
+        async def call(name: str, *args: Any, **options: Any) -> Any:
+            found = attrgetter(name)(client)(*args, **options)
             return [row async for row in found] if isinstance(found, AsyncIterator) else await found
 
         async with AsyncClient(url, **more) as client:

@@ -14,7 +14,7 @@ from penstock.shared.weights.device import CudaMemory, DeviceBuffer, mixed_diges
 
 
 class FileMemory:
-    """Memory of a device that does not exist: a file for each allocation, its name in the handle."""
+    """Simulated memory of a device: a file for each allocation, with its name in the handle."""
 
     def __init__(self, directory: Path, device: str = "GPU-0", peers: tuple[str, ...] = ()) -> None:
         self.directory, self.device, self.reachable = directory, device, (device, *peers)
@@ -47,7 +47,7 @@ class FileMemory:
 
 
 class OneProcessCudaMemory(CudaMemory):
-    """CUDA refuses to open a handle in the process that exported it; here both ends are in one process."""
+    """Memory of a GPU whose handles also open in the process that exported them, which CUDA refuses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Environments that tests have a child of the env service import, by ``env_id="simulated_envs:..."``."""
+"""Environments that a child of the env service imports in tests, as ``env_id="simulated_envs:..."``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gymnasium.wrappers import FrameStackObservation
 from numpy.typing import NDArray
 
 FOLDER = str(Path(__file__).parent)
-"""To be put on the ``PYTHONPATH`` of the child."""
+"""Directory for the ``PYTHONPATH`` of the child."""
 STEP, RAISE, DIE, HANG, NOT_A_NUMBER = range(5)
 UNSTARTABLE = 666
 """The state id at which a reset raises."""
@@ -23,9 +23,9 @@ IMAGE = (480, 640, 3)
 
 
 class Fragile(gymnasium.Env[dict[str, NDArray[Any]], int]):
-    """Does to its process what its action says. Two observations: an image of the state id, and the number of steps.
+    """Fails, dies or hangs as its action demands. Two observations: an image of the state id, and the number of steps.
 
-    The task is solved after three steps and over after four.
+    The task is solved after three steps, and the episode ends after four.
     """
 
     observation_space = gymnasium.spaces.Dict(
@@ -83,7 +83,7 @@ class Camera(gymnasium.Env[NDArray[np.uint8], NDArray[np.float32]]):
 
 
 class Slow(gymnasium.Env[NDArray[np.float32], int]):
-    """Takes longer to make than one attempt of a request may last, and notes in a file that it was made."""
+    """Takes longer to create than one attempt of a request may last; each creation adds a line to the file ``made``."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -121,7 +121,7 @@ class PointReach(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
 
 
 class Restless(PointReach):
-    """Begins elsewhere each time, whatever the seed says, as a simulator does that keeps something over a reset."""
+    """Begins in another state each time, even for the same seed, as a simulator does that keeps state over a reset."""
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

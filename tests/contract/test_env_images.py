@@ -35,7 +35,7 @@ LARGE_ACTION = (300_000,)
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children of the service import the environments."""
+    """Let children of the service import the environments."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
 
 
@@ -55,7 +55,7 @@ def reset_request(seq: int, *states: int) -> ResetRequest:
 
 
 def step_request(seq: int, actions: NDArray[np.float32]) -> StepRequest:
-    """One action for each environment."""
+    """Return a request with one action for each environment."""
     return StepRequest(
         seq=seq, auto_reset=True, env_ids=np.arange(len(actions), dtype=np.int32), actions=actions[:, None],
         next_state_ids=np.arange(100, 100 + len(actions), dtype=np.int64),
@@ -74,7 +74,7 @@ HOSTS = {
 async def test_images_arrive_as_the_environment_made_them(
     bus: Bus, hosts: str, action_shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole episodes, byte for byte, each end with its final image and the first one of the next episode."""
+    """Whole episodes arrive byte for byte; each end has the final image and the first image of the next episode."""
     if hosts == "same host, other container":
         monkeypatch.setattr(env_client, "_mapped", lambda *_: None)
     shm_dir = tmp_path / "shm"
@@ -111,7 +111,7 @@ def no_files(directory: Path) -> bool:
     return not list(directory.iterdir())
 
 
-async def test_what_is_asked_again_is_the_same_answer(bus: Bus) -> None:
+async def test_a_repeated_request_gets_the_same_answer(bus: Bus) -> None:
     """A repeated request is not carried out again, and its images can still be fetched."""
     settings = ServiceSettings(host_id="here")
     async with run_env(bus, host_id="here") as service:
@@ -124,7 +124,7 @@ async def test_what_is_asked_again_is_the_same_answer(bus: Bus) -> None:
             await client.close()
 
 
-async def test_what_could_never_arrive_is_refused_at_once(bus: Bus) -> None:
+async def test_sessions_whose_images_could_never_arrive_are_refused_at_once(bus: Bus) -> None:
     far = ServiceSettings(host_id="far")
     async with run_env(bus, host_id="here", bulk_bytes=16 << 20):
         with FrameMail(far) as mail:
@@ -165,7 +165,7 @@ asyncio.run(main())
 
 @pytest.mark.long
 async def test_a_client_that_dies_gives_everything_back(bus: Bus, nats_server: NatsServer) -> None:
-    """Its lock on the images goes with it, its session when it was idle, and the memory serves the next client."""
+    """Its lock on the images ends with it, and its idle session later; the memory then serves the next client."""
     env = {**os.environ, "PENSTOCK_HOST_ID": "here"}
     async with run_env(bus, host_id="here", bulk_bytes=40 << 20) as service:
         process = await asyncio.create_subprocess_exec(

@@ -48,7 +48,7 @@ JUDGE = {
 
 
 def graded(grader: dict[str, Any], completions: list[str], item: dict[str, Any], **more: Any) -> list[float | str]:
-    """A score, or the text of the error."""
+    """Grade completions; return a score or the text of the error for each."""
     config = GraderScorer.model_validate({"grader": grader, "deadline_s": 30, **more})
     with closing(OpenGrader(config)) as scorer:
         found = scorer.score_group("", completions, None, item)
@@ -114,14 +114,14 @@ def test_python_cannot_reach_files(tmp_path: Any) -> None:
 def test_a_model_grades(web: Any) -> None:
     def answer(asked: Any) -> Any:
         last = asked.json["messages"][1]["content"]
-        said: dict[str, Callable[[], Any]] = {
+        replies: dict[str, Callable[[], Any]] = {
             "Q why A good": lambda: chat('{"result": 4}'),
             "Q why A refused": lambda: chat(None, refusal="no"),
             "Q why A chatty": lambda: chat("four"),
             "Q why A high": lambda: chat('{"result": 6}'),
             "Q why A bool": lambda: chat('{"result": true}'),
         }
-        return web.reply(said[last]()) if last in said else web.reply({"error": "x"}, 400)
+        return web.reply(replies[last]()) if last in replies else web.reply({"error": "x"}, 400)
 
     web.answer = answer
     names = ["good", "refused", "chatty", "high", "bool", "broken", "good"]
@@ -138,9 +138,9 @@ def test_a_model_grades(web: Any) -> None:
 
 @pytest.mark.long
 async def test_models_that_grade_are_asked_once_before_a_job(web: Any, bus: Bus, tmp_path: Path) -> None:
-    """The answer of the model, or why there is none, stands in the dry run; a key that is missing refuses the job."""
-    said = {"grader-1": chat('{"result": 4}'), "judge-1": chat("8")}
-    web.answer = lambda asked: web.reply(said[asked.json["model"]]) if said else web.reply("no such model", 404)
+    """A model that fails to answer leads to a warning of the dry run; a missing key refuses the job."""
+    replies = {"grader-1": chat('{"result": 4}'), "judge-1": chat("8")}
+    web.answer = lambda asked: web.reply(replies[asked.json["model"]]) if replies else web.reply("no such model", 404)
     members, settings = Members(), ServiceSettings(data_dir=tmp_path)
     beat = Heartbeat(
         service="reward", worker="reward-0", host="h", pid=1, started=0, interval_s=600, health_port=1, ready=True,
@@ -150,7 +150,7 @@ async def test_models_that_grade_are_asked_once_before_a_job(web: Any, bus: Bus,
     grader = {"type": "grader", "grader": {**JUDGE, "input": [{"role": "user", "content": "{{sample.output_text}}"}]}}
     judge = {"type": "judge", "model": "judge-1", "template": "{completion}?", "scale": [0, 10], "pattern": r"(\d+)"}
 
-    async def told(**more: str) -> list[str]:
+    async def warnings_of(**more: str) -> list[str]:
         where = {"base_url": f"{web.url}/v1", **more}
         spec = parse_job({
             "name": "graded", "model": {"config": {}, "tokenizer": "char"}, "data": {"train": {"type": "addition"}},
@@ -160,19 +160,19 @@ async def test_models_that_grade_are_asked_once_before_a_job(web: Any, bus: Bus,
         return await CodeTrials(bus, GraderBench(bus, settings), members).run(spec)
 
     async with await GradingService(bus).open():
-        assert await told() == []
+        assert await warnings_of() == []
         asked = {one.json["model"]: one.json["messages"][0]["content"] for one in web.asked}
         assert asked["judge-1"] == f"{asked['grader-1']}?", "both were shown the reference answer"
         assert int(asked["grader-1"]) >= 0
-        said.clear()
-        warnings = await told()
+        replies.clear()
+        warnings = await warnings_of()
         assert [text.partition(":")[0] for text in warnings] == [
             "reward.scorers[0] (judge)",
             "reward.scorers[1] (judge)",
         ]
         assert all("tried on the first row" in text and "answers 404" in text for text in warnings), warnings
         with pytest.raises(ConfigError, match=r"reward\.scorers.0.*may not use the environment variable NO_SUCH_KEY"):
-            await told(api_key_env="NO_SUCH_KEY")
+            await warnings_of(api_key_env="NO_SUCH_KEY")
 
 
 def test_a_formula_over_several(web: Any) -> None:

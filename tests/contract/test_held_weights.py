@@ -1,4 +1,4 @@
-"""Weights of earlier versions, as a rollout worker keeps them once they are served no more."""
+"""Weights of earlier versions, which a rollout worker holds after it stops serving them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weights(version: int) -> list[tuple[str, Tensor]]:
 
 
 class Plane:
-    """Publishes versions; a receiver on the same host stages them."""
+    """A publisher of versions, and a receiver on the same host that stages them."""
 
     def __init__(self, publisher: Publisher, receiver: WeightReceiver) -> None:
         self.publisher, self.receiver = publisher, receiver
@@ -54,7 +54,7 @@ def test_the_newest_versions_stay_when_their_slots_are_given_back(plane: Plane) 
         }  # fmt: skip
 
 
-def test_a_version_that_was_written_over_is_not_held(plane: Plane) -> None:
+def test_an_overwritten_version_is_not_held(plane: Plane) -> None:
     ring = WeightRing(2)
     staged = plane.stage(1)
     staged.release()

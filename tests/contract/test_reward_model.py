@@ -87,7 +87,7 @@ def test_several_outputs_need_a_label(copy: Path) -> None:
 
 
 def test_model_without_a_trained_head_is_refused(copy: Path) -> None:
-    """A language model would load with a head of random numbers."""
+    """Without the check, a language model would load with a head of random weights."""
     Qwen2ForCausalLM(AutoConfig.from_pretrained(copy)).save_pretrained(copy)
     with pytest.raises(ScoringError, match=r"lacks the weights score\.weight; a model without a trained head"):
         open_model(copy)
@@ -112,7 +112,7 @@ def test_directory_that_cannot_be_used_is_refused(copy: Path, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_missing_gpu_is_said(classifier: Path) -> None:
+def test_missing_gpu_is_reported(classifier: Path) -> None:
     with pytest.raises(ScoringError, match="torch sees no GPU"):
         open_model(classifier, device="cuda")
 

@@ -1,4 +1,4 @@
-"""Every scorer keeps the same contract: a finite number for any text, the same each time. New ones join ``CASES``."""
+"""Contract of every scorer: it gives any text a finite number, the same each time. Add new scorers to ``CASES``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAPTER: TypeAdapter[ScorerConfig] = TypeAdapter(ScorerConfig)
 
 
 def length(prompt: str, completion: str, answer: str | None, row: dict[str, Any], *, scale: float = 1.0) -> float:
-    """The user function of these tests."""
+    """Score a completion by its length; tests use this as a user's function."""
     return scale * len(completion)
 
 
@@ -41,12 +41,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "http": ({"type": "http", "url": "WEB/score"}, "12", "13"),
 }
-"""Configuration, a completion that scores 1 for the answer "12", one that scores 0."""
+"""For each scorer: its configuration, a completion that scores 1 for the answer "12", and one that scores 0."""
 ROW = {"prompt": "6+6=", "tests": [{"stdin": "", "stdout": "12"}, {"stdin": "x", "stdout": "12\n"}]}
 
 
 def grade(asked: Any) -> dict[str, Any]:
-    """Verdict of the judge and the web service of these tests: 12 is right."""
+    """Reply as the judge and the web service of these tests: 12 is right."""
     if asked.path == "/score":
         return {"results": [{"score": float(text == "12")} for text in asked.json["completions"]]}
     assert asked.path == "/v1/chat/completions"
@@ -114,7 +114,7 @@ def test_a_missing_answer_is_an_error_not_a_zero(name: str) -> None:
         score(open_scorer(ADAPTER.validate_python(CASES[name][0])), "12", None)
 
 
-def test_case_matters_unless_told() -> None:
+def test_case_matters_by_default() -> None:
     assert score(open_scorer(ADAPTER.validate_python({"type": "exact"})), "ABC", "abc") == 0.0
     assert score(open_scorer(ADAPTER.validate_python({"type": "exact", "ignore_case": True})), "ABC", "abc") == 1.0
 

@@ -27,7 +27,7 @@ from penstock.shared.models.lora import add_adapter
 
 
 def load_contract() -> ModuleType:
-    """The file of the contract as a module of this process."""
+    """Import the file of the contract as a module of this process, and return it."""
     path = Path(__file__).with_name("test_trainer_backends.py")
     spec = importlib.util.spec_from_file_location("trainer_backend_contract", path)
     assert spec is not None
@@ -47,7 +47,7 @@ NAMES = [
 
 
 def open_fsdp(world: World, role: Role = "policy", *, lora: LoraConfig | None = None, **options: Any) -> FSDPBackend:
-    """The model of the contract, cut over all ranks; ``lora`` is of the policy's adapter."""
+    """Open the model of the contract, sharded over all ranks; ``lora`` configures an adapter of the policy."""
     tokenizer = build_tokenizer(CONTRACT.MODEL)
     model = build_model(CONTRACT.MODEL, len(tokenizer), seed=5)
     if role == "critic":
@@ -61,7 +61,7 @@ def open_fsdp(world: World, role: Role = "policy", *, lora: LoraConfig | None = 
 
 
 def open_megatron(world: World, role: Role = "policy", **options: Any) -> MegatronBackend:
-    """The model of the contract, cut over all ranks."""
+    """Open the model of the contract, sharded over all ranks."""
     tokenizer = build_tokenizer(CONTRACT.MODEL)
     model = build_model(CONTRACT.MODEL, len(tokenizer), seed=5)
     model = critic_of(model) if role == "critic" else model
@@ -74,7 +74,7 @@ OPEN = {"fsdp": open_fsdp, "megatron": open_megatron}
 
 
 def run_contract(world: World, backend: str, options: dict[str, Any]) -> dict[str, str]:
-    """Every test with what was wrong with it."""
+    """Run the contract on this rank; return for each test its traceback, or an empty string if it passed."""
     found = {}
     for name in NAMES:
         try:
@@ -83,7 +83,7 @@ def run_contract(world: World, backend: str, options: dict[str, Any]) -> dict[st
         except Exception:
             found[name] = traceback.format_exc()
         if not world.everybody.agree(not found[name]):
-            break  # ranks that do not stand at the same place cannot go on together
+            break  # ranks at different collectives cannot continue together
     return found
 
 
@@ -92,7 +92,7 @@ FSDP: dict[str, tuple[int, dict[str, Any]]] = {
     "two": (2, {"activation_checkpointing": True, "cpu_offload": True, "reshard_after_forward": True}),
     "adapters": (2, {"lora": LoraConfig(rank=4)}),
 }
-"""Number of ranks, and options. With two ranks, everything that saves memory is on."""
+"""Number of ranks, and options. The case of two ranks uses all options that save memory."""
 
 
 Outcomes = Callable[[str, int, dict[str, Any]], list[dict[str, str]]]
@@ -125,7 +125,7 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
     "stages": (2, {"pipeline_parallel": 2, "activation_checkpointing": True}),
 }
-"""Number of ranks, and how the model is cut over them."""
+"""Number of ranks, and how the model is sharded over them."""
 
 
 @pytest.mark.parametrize("cut", ["whole", *(pytest.param(cut, marks=pytest.mark.long) for cut in ("tensor", "stages"))])

@@ -1,4 +1,4 @@
-"""Observations that a camera gives: what they hold, against the simulator's own pictures.
+"""Camera observations, compared with the simulator's own pictures.
 
 The contract that every simulator keeps (``test_simulators.py``) has cases with pictures, too.
 """
@@ -23,7 +23,7 @@ from tests.contract.test_simulators import CASES, NO_OPENGL, NOWHERE, REACH, SLO
 
 @SLOW_TO_START
 def test_a_picture_is_what_the_simulator_draws() -> None:
-    """CartPole's own picture, each pixel the mean of 20 x 20; grey by the weights of BT.601; the newest frame last."""
+    """Each pixel is the mean of 20 x 20 pixels of CartPole's picture, in grey by BT.601; the newest frame is last."""
     env = gymnasium.make("CartPole-v1", render_mode="rgb_array")
     sizes = {"height": 20, "width": 30}
     pictures = Picture(**sizes), Picture(**sizes, grey=True, frames=3)
@@ -65,7 +65,7 @@ def _grey(picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @pytest.mark.parametrize(("height", "width"), [(7, 11), (3, 4), (5, 3)])
 def test_a_pixel_is_the_mean_of_those_that_it_covers(height: int, width: int) -> None:
-    """Sizes that do not divide: each pixel of the larger picture counts once."""
+    """The sizes do not divide each other; each pixel of the larger picture still counts once."""
     picture = np.random.default_rng(0).integers(0, 256, (7, 11, 3), np.uint8)
     small = shrunk(picture, height, width)
     for i in range(height):
@@ -81,8 +81,7 @@ def test_a_pixel_is_the_mean_of_those_that_it_covers(height: int, width: int) ->
 @SLOW_TO_START
 @pytest.mark.long
 def test_a_robot_observes_pictures() -> None:
-    """Meta-World's camera: equal for equal states in two environments of one process, and different where the arm is
-    elsewhere."""
+    """Pictures of Meta-World are equal for equal states in two environments, and differ if the arm is elsewhere."""
     if NO_OPENGL:
         pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
     request = msgspec.structs.replace(REACH, num_envs=2, picture=Picture(height=24, width=24))
@@ -106,9 +105,7 @@ def test_a_robot_observes_pictures() -> None:
         ("CartPole-v1", 512, "400 x 600 pixels: environment.image has no room for 512 x 512"),
     ],
 )
-def test_pictures_that_cannot_be_are_refused(
-    env_id: str, side: int, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_pictures_are_refused(env_id: str, side: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     request = OpenEnv(env_id=env_id, num_envs=1, picture=Picture(height=side, width=side))
     with pytest.raises(ConfigError, match=message):

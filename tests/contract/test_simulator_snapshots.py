@@ -1,4 +1,4 @@
-"""Snapshots: a stored episode goes on bit for bit, wherever it is restored. Simulators without them say so."""
+"""Snapshots: a stored episode continues bit for bit wherever it is restored; simulators without them say so."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ MORE = {
 }
 EVERY = CASES | MORE
 SHORT_CASES = {"discrete", "mujoco, two processes", "world model", "acrobot"}
-"""One of each way to store a state: what the others store besides is tried by the long tests."""
+"""One case for each way to store a state; the long tests run the others."""
 ALSO_ELSEWHERE = (CASES["discrete"], CASES["metaworld"])
-"""Cases whose episodes also go on in another session."""
+"""Cases whose episodes are also continued in another session."""
 BEFORE, AFTER = 7, 12
-"""Actions before and after the snapshot; no episode of these cases is over by then."""
+"""Numbers of actions before and after the snapshot; no episode of these cases ends earlier."""
 
 
 @pytest.fixture(
@@ -102,22 +102,22 @@ def simulator(case: OpenEnv) -> Iterator[Simulator]:
     opened.close()
 
 
-Story = tuple[Named, list[list[Any]], bytes]
+Playback = tuple[Named, list[list[Any]], bytes]
 """Last observations, results of each action, and the snapshot at the end."""
 
 
-def play(simulator: Simulator, env: int, actions: NDArray[Any]) -> Story:
-    """Execute ``actions`` [1, C, ...] one by one in a running episode, up to its end."""
-    told = []
+def play(simulator: Simulator, env: int, actions: NDArray[Any]) -> Playback:
+    """Execute ``actions`` [1, C, ...] one by one in a running episode, until it ends; return the playback."""
+    played = []
     for c in range(actions.shape[1]):
         chunk = step(simulator, ids(env), actions[:, c : c + 1])
         results = (chunk.rewards, chunk.terminated, chunk.truncated, chunk.success)
-        told.append([float(chunk.rewards[0, 0]), *(column.tolist() for column in results)])
+        played.append([float(chunk.rewards[0, 0]), *(column.tolist() for column in results)])
         seen = copied(row(chunk.observations, 0))
-        told[-1].append({name: array.tobytes() for name, array in seen.items()})
+        played[-1].append({name: array.tobytes() for name, array in seen.items()})
         if (chunk.terminated | chunk.truncated).any():
             break
-    return seen, told, snapshot(simulator, env)
+    return seen, played, snapshot(simulator, env)
 
 
 def snapshot(simulator: Simulator, env: int) -> bytes:
@@ -140,8 +140,8 @@ def begin(simulator: Simulator, env: int, *, state: int = 61) -> NDArray[Any]:
     return actions[:, BEFORE:]
 
 
-def same(one: Story, other: Story) -> None:
-    """Equal observations, rewards and flags at every step, and equal states at the end, bit for bit."""
+def same(one: Playback, other: Playback) -> None:
+    """Check that two playbacks have equal observations, rewards and flags, and equal final states, bit for bit."""
     assert one[1] == other[1]
     assert equal(one[0], other[0])
     assert one[2] == other[2]
@@ -149,7 +149,7 @@ def same(one: Story, other: Story) -> None:
 
 @pytest.mark.long
 def test_a_stored_episode_goes_on_alike_in_its_place_and_in_another(simulator: Simulator) -> None:
-    """Also in an environment that is in the middle of another episode, and in another process if there are two."""
+    """The other environment may be in the middle of an episode, and in another process if there are two."""
     assert simulator.spec.has_snapshots
     actions = begin(simulator, 0)
     stored = snapshot(simulator, 0)
@@ -189,7 +189,7 @@ def test_the_first_state_of_an_episode_can_be_stored(simulator: Simulator) -> No
 
 @pytest.mark.long
 def test_an_episode_goes_on_in_the_process_that_replaces_a_killed_one(simulator: Simulator, case: OpenEnv) -> None:
-    """And, for some cases, in a session of its own, as after the loss of an env worker."""
+    """Some cases also continue it in a session of its own, as after the loss of an env worker."""
     actions = begin(simulator, 0)
     stored = snapshot(simulator, 0)
     first = play(simulator, 0, actions)
@@ -208,7 +208,7 @@ def test_an_episode_goes_on_in_the_process_that_replaces_a_killed_one(simulator:
 
 
 def test_episodes_whose_process_dies_in_a_later_restore_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although their own restore had succeeded; those of another process go on."""
+    """Their own restore had succeeded before; the episodes of another process continue."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     request = OpenEnv(env_id="simulated_envs:Brittle-v0", num_envs=4, num_processes=2)
     simulator = open_simulator(request, NOWHERE)
@@ -235,9 +235,9 @@ def test_an_episode_of_a_session_without_a_camera_is_filmed_where_it_goes_on(nam
     try:
         actions = begin(plain, 0)
         stored = snapshot(plain, 0)
-        told = play(plain, 0, actions)[1]
+        expected = play(plain, 0, actions)[1]
         restore(filmed, 0, stored)
-        assert play(filmed, 0, actions)[1] == told
+        assert play(filmed, 0, actions)[1] == expected
         data, reason = filmed.film(0)
         assert (reason, data[4:8]) == ("", b"ftyp")
     finally:
@@ -249,7 +249,7 @@ def test_an_episode_of_a_session_without_a_camera_is_filmed_where_it_goes_on(nam
     ("env_id", "names"), [("CartPole-v1", {"gymnasium", "numpy"}), ("Hopper-v5", {"gymnasium", "numpy", "mujoco"})]
 )
 def test_a_snapshot_names_the_versions_of_what_computes_the_episode(env_id: str, names: set[str]) -> None:
-    """A restore with other ones is refused: the episode may go on otherwise."""
+    """A simulator of other versions refuses the snapshot, because the episode might continue differently."""
     simulator = open_simulator(OpenEnv(env_id=env_id, num_envs=1), NOWHERE)
     try:
         assert simulator.spec.versions.keys() == names | {"python"}
@@ -265,7 +265,7 @@ def test_a_snapshot_names_the_versions_of_what_computes_the_episode(env_id: str,
         simulator.close()
 
 
-# -- through the books and the bus -----------------------------------------------------------------------------------
+# -- through EnvPool and the bus -------------------------------------------------------------------------------------
 
 
 def request_of(seq: int, actions: NDArray[Any], *env_ids: int) -> StepRequest:
@@ -274,12 +274,12 @@ def request_of(seq: int, actions: NDArray[Any], *env_ids: int) -> StepRequest:
     )
 
 
-def books(reply: StepReply) -> list[Any]:
+def episode_rows(reply: StepReply) -> list[Any]:
     return [reply.returns.tolist(), reply.lengths.tolist(), reply.succeeded.tolist(), reply.state_ids.tolist()]
 
 
 def test_a_restored_episode_keeps_its_return_and_length() -> None:
-    """As a new episode, in as many environments as wanted: a group that begins in the middle of an episode."""
+    """A snapshot restored in three environments begins three new episodes in the middle of the stored one."""
     simulator = open_simulator(OpenEnv(env_id="Pendulum-v1", num_envs=3), NOWHERE)
     pool = EnvPool(simulator)
     try:
@@ -292,14 +292,14 @@ def test_a_restored_episode_keeps_its_return_and_length() -> None:
         assert len(set(started.state_hashes.tolist())) == 1
         assert started.episode_ids.tolist() == [1, 2, 3]
         reply = pool.step(request_of(5, np.ones((3, 1, 1), np.float32), 0, 1, 2))
-        assert books(reply) == [column * 3 for column in books(gone_on)]
+        assert episode_rows(reply) == [column * 3 for column in episode_rows(gone_on)]
         assert reply.lengths.tolist() == [5, 5, 5]
     finally:
         simulator.close()
 
 
 def test_episodes_of_one_snapshot_are_not_followed_by_equal_ones() -> None:
-    """Unless the caller wants that: it must name the next episodes, once."""
+    """After a restore the caller must name the next episodes, once."""
     simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=3), NOWHERE)
     pool = EnvPool(simulator)
 
@@ -324,8 +324,8 @@ def test_episodes_of_one_snapshot_are_not_followed_by_equal_ones() -> None:
 
 
 @pytest.mark.parametrize("cut", [b"", b"PSN1", b"rubbish " * 20])
-def test_what_is_no_snapshot_is_refused_and_starts_nothing(cut: bytes) -> None:
-    """Rubbish, a snapshot whose end is missing, and one of another task."""
+def test_an_invalid_snapshot_is_refused_and_starts_nothing(cut: bytes) -> None:
+    """Random bytes, a truncated snapshot, and a snapshot of another task are refused."""
     first, other = (open_simulator(OpenEnv(env_id=name, num_envs=1), NOWHERE) for name in ("CartPole-v1", "Acrobot-v1"))
     pool, stranger = EnvPool(first), EnvPool(other)
     try:
@@ -408,7 +408,7 @@ def test_values_that_would_come_back_otherwise_are_not_stored(value: Any, reason
 
 @pytest.mark.parametrize("name", ["Fragile-v0", "Stacked-v0"])
 def test_a_simulator_without_snapshots_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Also one of Gymnasium's own within a wrapper that keeps the last observations."""
+    """One case is an environment of Gymnasium's own in a wrapper that stacks observations."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     simulator = open_simulator(OpenEnv(env_id=f"simulated_envs:{name}", num_envs=1), NOWHERE)
     pool = EnvPool(simulator)
@@ -440,12 +440,12 @@ async def test_an_episode_is_stored_and_goes_on_in_another_session_over_the_bus(
             await client.step(request_of(client.seq, actions[:, :2], 0, 1))
             stored = await client.snapshot(ids(0, 1))
             expected = await client.step(request_of(client.seq, actions, 0, 1))
-            kept = copied(expected.observations), books(expected)
+            known = copied(expected.observations), episode_rows(expected)
             await client.close()
             client = await EnvClient.open(bus, mail, request, job="job_snapshots")
             started = await client.restore(ids(0, 1), stored)
             assert not started.lost.any()
             reply = await client.step(request_of(client.seq, actions, 0, 1))
-            assert equal(reply.observations, kept[0])
-            assert books(reply) == kept[1]
+            assert equal(reply.observations, known[0])
+            assert episode_rows(reply) == known[1]
             await client.close()

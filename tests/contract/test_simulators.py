@@ -1,7 +1,7 @@
-"""Every simulator keeps the same contract. A new one adds its cases to ``CASES``.
+"""Contract of every simulator. Add the cases of a new simulator to ``CASES``.
 
-Those of ``ELSEWHERE`` need what `penstock sims install NAME` makes in PENSTOCK_SIMS_DIR. They are skipped without;
-PENSTOCK_REQUIRE_SIMULATORS, a list of names, makes that a failure.
+Simulators of ``ELSEWHERE`` need what `penstock sims install NAME` installs in PENSTOCK_SIMS_DIR. Their tests are
+skipped without it, or fail for the names in PENSTOCK_REQUIRE_SIMULATORS.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE
 
 NOWHERE = Path("/nonexistent")
 LONG_S = 600
-"""Libraries of many megabytes are imported, on a machine that may be busy."""
+"""Time limit in seconds for imports of large libraries on a busy machine."""
 SLOW_TO_START = pytest.mark.timeout(LONG_S)
 ELSEWHERE = ("maniskill", "libero")
 REACH = OpenEnv(env_id="reach-v3", num_envs=3, backend="metaworld", options={"horizon": 20})
@@ -72,11 +72,11 @@ CASES = {
 
 
 LONG_CASES = {"continuous", "mujoco pictures, two processes", "world model, anywhere"}
-"""Cases in which the simulators of the others, or those of ``ELSEWHERE``, are opened in another way."""
+"""Cases with simulators of other cases, opened in another way; only the long tests run them."""
 
 
 def sims_dir(request: OpenEnv) -> Path:
-    """Where the interpreter of a case is; the case is skipped, or fails, where there is none."""
+    """Return the directory with the interpreter of a case; skip or fail the test if the interpreter is missing."""
     folder = ServiceSettings().sims_dir.expanduser()
     if request.backend not in ELSEWHERE:
         return NOWHERE
@@ -109,7 +109,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def world_model(folder: Path) -> Path:
-    """A model of CartPole that has seen a little of it."""
+    """Fit a world model of CartPole to a few episodes, and write it to ``folder``; return the folder."""
     request = OpenEnv(env_id="CartPole-v1", num_envs=1)
     seen = record(request, NOWHERE, None, reset_ids=range(12), horizon=25)
     write_world_model(folder, fit(seen, Fitting(members=3, hidden_sizes=(16,), epochs=20)))
@@ -125,7 +125,7 @@ def simulator(case: OpenEnv) -> Iterator[Simulator]:
 
 @pytest.fixture
 def fragile(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvPool]:
-    """Four environments in two processes: 0 and 1 in the first."""
+    """Yield four environments in two processes: 0 and 1 in the first."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     request = OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=4, num_processes=2, step_limit_s=2.0)
     simulator = open_simulator(request, NOWHERE)
@@ -185,7 +185,7 @@ def test_shapes_and_types_are_as_declared(simulator: Simulator) -> None:
 
 @pytest.mark.parametrize("state_id", [11, 5_000])
 def test_the_state_id_alone_decides_the_episode(simulator: Simulator, state_id: int) -> None:
-    """Equal ids in two environments, and again in a third one: equal states, observations and rewards."""
+    """Equal state ids in several environments lead to equal states, observations and rewards."""
     started = simulator.reset(ids(0, 1, 2), states(state_id, state_id, state_id + 1))
     assert equal(row(started.observations, 0), row(started.observations, 1))
     assert not equal(row(started.observations, 0), row(started.observations, 2))
@@ -228,7 +228,7 @@ def _fields(request: OpenEnv) -> dict[str, Any]:
     ],
 )
 def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
-    """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera.
+    """The film is an MP4 file of the newest episode; states and rewards are those of a simulator without a camera.
 
     Films of MuJoCo's own environments are in ``test_simulator_snapshots.py``.
     """
@@ -238,7 +238,7 @@ def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None
     where = sims_dir(request)
     plain, filmed = (open_simulator(msgspec.structs.replace(request, camera=on), where) for on in (False, True))
     try:
-        assert "camera" in plain.film(0)[1], "nobody films without one"
+        assert "camera" in plain.film(0)[1], "a simulator without a camera films nothing"
         assert filmed.film(0) == (b"", "no episode was begun")
         actions = random_actions(plain, 4, 1, C=5)
         hashes = [one.reset(ids(0), states(8)).state_hashes.tolist() for one in (plain, filmed)]
@@ -316,7 +316,7 @@ def test_the_next_episode_begins_in_the_same_request(simulator: Simulator) -> No
 
 @pytest.mark.long
 def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simulator) -> None:
-    """Its episodes are lost with the reason; the process that takes its place plays the same ones."""
+    """The episodes are reported lost with the reason; the replacing process plays the same episodes."""
     before = simulator.reset(ids(0), states(21))
     first, state_hash = copied(before.observations), int(before.state_hashes[0])
     kill_processes(simulator)
@@ -330,7 +330,7 @@ def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simul
 
 
 def kill_processes(simulator: Simulator) -> None:
-    """Kill the processes of a simulator's backend; returns once they are dead."""
+    """Kill the processes of a simulator's backend, and wait until they are dead."""
     adapter = str(BACKENDS[simulator.spec.backend])
     children = [child for child in psutil.Process().children() if adapter in cmdline_of(child)]
     assert children
@@ -345,7 +345,7 @@ def kill_processes(simulator: Simulator) -> None:
 def cmdline_of(child: psutil.Process) -> list[str]:
     try:
         return child.cmdline()
-    except psutil.NoSuchProcess:  # among them those that nobody has waited for yet
+    except psutil.NoSuchProcess:  # among them zombies
         return []
 
 
@@ -369,7 +369,7 @@ def test_gymnasium_is_passed_through_exactly() -> None:
 
 @pytest.mark.long
 def test_metaworld_gives_the_goals_of_its_benchmark() -> None:
-    """State ids below 50 are the library's own tasks, bit for bit; those above are different from all of them."""
+    """State ids below 50 are the library's own tasks, bit for bit; the goals of higher ids differ from all of them."""
     import metaworld
 
     benchmark = metaworld.MT1("reach-v3", seed=0)
@@ -415,7 +415,7 @@ def test_metaworld_ends_at_success_and_says_so() -> None:
 @SLOW_TO_START
 @pytest.mark.parametrize("on_success", ["terminate", "truncate", "continue"])
 def test_maniskill_ends_a_chunk_where_the_task_is_solved(on_success: str) -> None:
-    """A controller goes behind the cube and pushes it to the goal, with chunks that are longer than what is left."""
+    """A controller moves behind the cube and pushes it to the goal; a chunk is longer than the rest of the episode."""
     options = {"control_mode": "pd_ee_delta_pos", "horizon": 80, "on_success": on_success}
     request = msgspec.structs.replace(PUSH, num_envs=1, options=options)
     simulator = open_simulator(request, sims_dir(request))
@@ -464,7 +464,7 @@ for env_id, options in json.loads(sys.argv[2]):
 
 
 def refusals(request: OpenEnv, asked: list[tuple[str, dict[str, Any]]]) -> list[str]:
-    """Answers of an adapter in one process of its interpreter, to which nobody types anything."""
+    """Send requests to an adapter in its interpreter, without standard input; return its error messages."""
     run = subprocess.run(
         [interpreter_of(request.backend, sims_dir(request)), "-c", REFUSED, str(BACKENDS[request.backend]),
          json.dumps(asked)],
@@ -475,7 +475,7 @@ def refusals(request: OpenEnv, asked: list[tuple[str, dict[str, Any]]]) -> list[
 
 @SLOW_TO_START
 def test_maniskill_says_what_it_lacks() -> None:
-    """A task whose assets are not here is named with the command, and nobody answers the library's question."""
+    """The error for missing assets names the command; the library's question on standard input gets no answer."""
     cases = {
         ("NoSuchTask-v1", None): "ManiSkill has no task 'NoSuchTask-v1'; it has: .*PushCube-v1",
         (
@@ -518,7 +518,7 @@ print(json.dumps({"before": before, "steps": steps, "torch": "torch" in sys.modu
 
 @SLOW_TO_START
 def test_libero_sees_when_its_goal_is_reached() -> None:
-    """The library's own predicate: the soup in the basket, put there by hand, in the interpreter of the simulator."""
+    """The test puts the soup in the basket, in the simulator's interpreter; the library's own predicate must hold."""
     python = interpreter_of("libero", sims_dir(SOUP))
     run = subprocess.run(
         [python, "-c", SOLVE, str(BACKENDS["libero"])], capture_output=True, text=True, timeout=LONG_S, check=True,
@@ -536,7 +536,7 @@ def test_libero_sees_when_its_goal_is_reached() -> None:
 
 @SLOW_TO_START
 def test_libero_begins_in_its_own_initial_states() -> None:
-    """50 of the suite, all different; the ids above are places of their own."""
+    """State ids below 50 are initial states of the suite, and higher ids are other positions; all differ."""
     simulator = open_simulator(SOUP, sims_dir(SOUP))
     try:
         seen = set()
@@ -604,13 +604,13 @@ def test_an_environment_that_breaks_loses_its_episode_alone(fragile: EnvPool, ac
     assert reply.lost.tolist() == [False, True, False, False]
     assert reason in reply.reasons[1]
     assert (reply.valid.tolist(), reply.ended.any()) == ([1, 0, 1, 1], False)
-    assert reset_all(fragile, 1, 2, 3, 4).lost.tolist() == [False] * 4, "it was made anew"
+    assert reset_all(fragile, 1, 2, 3, 4).lost.tolist() == [False] * 4, "it was created anew"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("action", "reason"), [(DIE, "SIGKILL"), (HANG, "hung for 2 s")])
 def test_a_process_that_dies_or_hangs_is_replaced(fragile: EnvPool, action: int, reason: str) -> None:
-    """The episodes of the other process go on; those of its own are lost, also where they did nothing wrong."""
+    """All episodes of the lost process are lost; those of the other process continue."""
     reset_all(fragile, 1, 2, 3, 4)
     reply = act(fragile, action, STEP, STEP, STEP)
     assert reply.lost.tolist() == [True, True, False, False]
@@ -694,6 +694,6 @@ def test_a_process_that_cannot_come_back_says_why(fragile: EnvPool, monkeypatch:
         (OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld", options={"horizon": 501}), "1 to 500 steps"),
     ],
 )
-def test_what_cannot_be_made_says_why(request_: OpenEnv, message: str) -> None:
+def test_an_environment_that_cannot_be_created_says_why(request_: OpenEnv, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_simulator(request_, NOWHERE)

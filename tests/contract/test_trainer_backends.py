@@ -1,4 +1,4 @@
-"""Contract of every trainer backend. A new backend joins by one entry in ``BACKENDS``."""
+"""Contract of every trainer backend. Add a new backend as an entry of ``BACKENDS``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_gradients_add_up_until_the_step(open_backend: Open) -> None:
 
 
 def categorical(model: torch.nn.Module, row: tuple[list[int], list[int]], temperature: float) -> Categorical:
-    """The model's distribution of each token of an answer."""
+    """Return the model's distribution at each token of an answer."""
     prompt, answer = row
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
@@ -148,7 +148,7 @@ def test_a_rank_without_a_microbatch_takes_part_and_adds_nothing(open_backend: O
 
 
 def test_exact_kl_to_the_reference(open_backend: Open) -> None:
-    """0 at the reference with no gradient; afterwards the sum over the vocabulary."""
+    """The KL is 0 without gradient at the reference; after a step it is the exact sum over the vocabulary."""
     seen: list[Tensor] = []
 
     def keep(scores: Scores) -> Tensor:
@@ -301,7 +301,7 @@ def test_time_is_counted_once(open_backend: Open) -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 def test_logits_of_a_float32_head_keep_their_digits_in_trainer_and_engine(wide: bool) -> None:
-    """A bfloat16 logit near 30 is a multiple of 1/8, and log-probs are off by as much."""
+    """In bfloat16, a logit near 30 is a multiple of 1/8, and log-probs would be off by as much."""
     config = MODEL.model_copy(update={"dtype": "bfloat16", "fp32_head": wide})
     tokenizer = build_tokenizer(config)
     model = build_model(config, len(tokenizer), seed=5)

@@ -1,4 +1,4 @@
-"""Judge and HTTP scorer against a real server that fails, lies, is slow or is away."""
+"""Judge and HTTP scorer against a real server that fails, replies nonsense, is slow or is away."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def http_config(web: Any, **changes: Any) -> HttpScorer:
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that the service's operator lets scorers use."""
+    """Let scorers use some environment variables, as the operator of the service may."""
     monkeypatch.setenv("PENSTOCK_SCORER_ENV", "GRADER_KEY, SIGNING_SECRET,SCORES_KEY")
 
 
 @pytest.fixture
 def open_judge(web: Any) -> Iterator[OpenJudge]:
-    """Opens judges of ``web``, with changes of their configuration."""
+    """Yield a function that opens judges on ``web``, with changes of their configuration."""
     with ExitStack() as stack:
         yield lambda **changes: stack.enter_context(closing(Judge(judge_config(web, **changes))))
 
 
 @pytest.fixture
 def open_http(web: Any) -> Iterator[OpenHttp]:
-    """Opens HTTP scorers of ``web``, with changes of their configuration."""
+    """Yield a function that opens HTTP scorers on ``web``, with changes of their configuration."""
     with ExitStack() as stack:
         yield lambda **changes: stack.enter_context(closing(Http(http_config(web, **changes))))
 
 
-def says(text: Any, finish: str = "stop") -> dict[str, Any]:
+def completion_of(text: Any, finish: str = "stop") -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}, "finish_reason": finish}]}
 
 
 def in_turn(*answers: Any) -> Callable[[Any], Any]:
-    """One after another, then the last for ever."""
+    """Return a handler that gives ``answers`` in order, and then repeats the last one."""
     left = itertools.chain(answers, itertools.repeat(answers[-1]))
     return lambda _: next(left)
 
@@ -87,7 +87,7 @@ def test_judge_sends_what_the_job_says_and_maps_the_grade(
     web: Any, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge
 ) -> None:
     monkeypatch.setenv("GRADER_KEY", "secret-key")
-    web.answer = lambda _: web.reply(says("First I thought score: 2. No.\nSCORE = 7.5"))
+    web.answer = lambda _: web.reply(completion_of("First I thought score: 2. No.\nSCORE = 7.5"))
     judge = open_judge(
         template="{prompt}{completion} ({answer}, {topic})", system="Be fair.", api_key_env="GRADER_KEY",
         request={"seed": 3},
@@ -108,7 +108,11 @@ def test_judge_sends_what_the_job_says_and_maps_the_grade(
 
 def test_judge_reads_json_of_a_schema(web: Any, open_judge: OpenJudge) -> None:
     schema = {"type": "object", "properties": {"grade": {"type": "number"}}}
-    web.answer = in_turn(web.reply(says('{"grade": 4}')), web.reply(says('{"grade": true}')), web.reply(says("4")))
+    web.answer = in_turn(
+        web.reply(completion_of('{"grade": 4}')),
+        web.reply(completion_of('{"grade": true}')),
+        web.reply(completion_of("4")),
+    )
     judge = open_judge(json_schema=schema, json_field="grade", scale=(-4.0, 4.0), temperature=None)
     assert one(judge) == 1.0
     assert "no number 'grade'" in str(one(judge, "5"))
@@ -119,13 +123,13 @@ def test_judge_reads_json_of_a_schema(web: Any, open_judge: OpenJudge) -> None:
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_judge_is_asked_again_after_a_passing_failure(web: Any, status: int, open_judge: OpenJudge) -> None:
-    web.answer = in_turn(web.reply("later", status, Retry_After="0.01"), web.reply(says("score: 10")))
+    web.answer = in_turn(web.reply("later", status, Retry_After="0.01"), web.reply(completion_of("score: 10")))
     assert one(open_judge()) == 1.0
     assert len(web.asked) == 2
 
 
 def test_judge_that_is_slow_once_is_asked_again(web: Any, open_judge: OpenJudge) -> None:
-    web.answer = in_turn(web.reply(says("score: 1"), wait_s=30), web.reply(says("score: 10")))
+    web.answer = in_turn(web.reply(completion_of("score: 1"), wait_s=30), web.reply(completion_of("score: 10")))
     assert one(open_judge(timeout_s=0.5)) == 1.0
 
 
@@ -139,7 +143,7 @@ def test_judge_is_not_asked_again_after_a_lasting_failure(web: Any, status: int,
 def test_judge_gives_up_at_its_deadline(web: Any, open_judge: OpenJudge) -> None:
     web.answer = lambda _: web.reply("busy", 429, Retry_After="1")
     assert "answers 429" in str(one(open_judge(deadline_s=0.5)))
-    web.answer = lambda _: web.reply(says("score: 10"), wait_s=60)
+    web.answer = lambda _: web.reply(completion_of("score: 10"), wait_s=60)
     assert "before the deadline" in str(one(open_judge(deadline_s=0.5)))
     web.released.set()
     away = open_judge(base_url=f"http://127.0.0.1:{free_port()}", deadline_s=0.5)
@@ -150,12 +154,12 @@ GARBAGE = {
     "no JSON": (b"<html>", "no chat completion"),
     "no choices": ({"object": "error"}, "no chat completion"),
     "empty choices": ({"choices": []}, "no chat completion"),
-    "no content": (says(None), "no chat completion"),
+    "no content": (completion_of(None), "no chat completion"),
     "a list": ([1], "no chat completion"),
-    "no grade": (says("A fine answer."), "no grade in the judge's reply: 'A fine answer.'"),
-    "too high": (says("score: 11"), "grade 11 lies outside scale 0 to 10"),
-    "negative": (says("score: -1"), "grade -1 lies outside"),
-    "cut short": (says("score: 7", finish="length"), "cut short: raise max_tokens"),
+    "no grade": (completion_of("A fine answer."), "no grade in the judge's reply: 'A fine answer.'"),
+    "too high": (completion_of("score: 11"), "grade 11 lies outside scale 0 to 10"),
+    "negative": (completion_of("score: -1"), "grade -1 lies outside"),
+    "cut short": (completion_of("score: 7", finish="length"), "cut short: raise max_tokens"),
 }
 
 
@@ -164,7 +168,7 @@ def test_judge_without_a_usable_grade_is_a_failure_and_not_remembered(
     web: Any, name: str, open_judge: OpenJudge
 ) -> None:
     body, message = GARBAGE[name]
-    web.answer = in_turn(web.reply(body), web.reply(says("score: 10")))
+    web.answer = in_turn(web.reply(body), web.reply(completion_of("score: 10")))
     judge = open_judge()
     found = one(judge)
     assert isinstance(found, ScoringError)
@@ -178,7 +182,7 @@ def test_endless_reply_is_cut_off(web: Any, open_judge: OpenJudge) -> None:
 
 
 def test_equal_requests_are_sent_once(web: Any, open_judge: OpenJudge) -> None:
-    web.answer = lambda _: web.reply(says("score: 5"))
+    web.answer = lambda _: web.reply(completion_of("score: 5"))
     judge = open_judge()
     for _ in range(2):
         assert list(judge.score_group("2+2=", ["4", "5", "4"], None, {})) == [0.5] * 3
@@ -194,7 +198,7 @@ def test_equal_requests_are_sent_once(web: Any, open_judge: OpenJudge) -> None:
 def test_judges_share_replies_in_valkey_and_do_without_it(
     web: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge
 ) -> None:
-    web.answer = lambda _: web.reply(says("score: 5"))
+    web.answer = lambda _: web.reply(completion_of("score: 5"))
     with ValkeyServer(tmp_path / "valkey") as server:
         monkeypatch.setenv("PENSTOCK_REDIS_URL", server.url)
         assert one(open_judge()) == 0.5
@@ -206,13 +210,13 @@ def test_judges_share_replies_in_valkey_and_do_without_it(
 
 
 def test_concurrency_is_bounded(web: Any, open_judge: OpenJudge) -> None:
-    web.answer = lambda _: web.reply(says("score: 5"), wait_s=0.1)
+    web.answer = lambda _: web.reply(completion_of("score: 5"), wait_s=0.1)
     scores = open_judge(concurrency=3).score_group("q", [str(i) for i in range(12)], None, {})
     assert list(scores) == [0.5] * 12
     assert 2 <= web.most_active <= 3
 
 
-def test_missing_key_is_said_when_the_scorer_opens(
+def test_missing_key_is_reported_when_the_scorer_opens(
     web: Any, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge, open_http: OpenHttp
 ) -> None:
     monkeypatch.delenv("GRADER_KEY", raising=False)
@@ -241,7 +245,7 @@ def test_a_job_may_not_send_any_variable_anywhere(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "169.254.169.254", "10.0.0.1"])
-def test_private_addresses_are_asked_only_where_the_deployment_says_so(
+def test_private_addresses_are_asked_only_where_the_deployment_allows_it(
     web: Any, monkeypatch: pytest.MonkeyPatch, open_judge: OpenJudge, open_http: OpenHttp, host: str
 ) -> None:
     monkeypatch.delenv("PENSTOCK_SCORER_PRIVATE")
@@ -259,7 +263,7 @@ def test_the_operators_own_model_may_be_anywhere(
 ) -> None:
     monkeypatch.delenv("PENSTOCK_SCORER_PRIVATE")
     monkeypatch.setenv("PENSTOCK_GRADER_URL", f"{web.url}/v1")
-    web.answer = lambda _: web.reply(says("score: 10"))
+    web.answer = lambda _: web.reply(completion_of("score: 10"))
     assert one(open_judge()) == 1.0
 
 
@@ -291,11 +295,11 @@ def test_redirects_are_not_followed(web: Any, open_judge: OpenJudge, open_http: 
 
 
 async def test_failed_judge_fails_its_trajectories_and_no_other(web: Any) -> None:
-    """Through a real scorer process: no default reward, and each component in the reply's parts."""
+    """A real scorer process gives them no default reward, and returns each component in the parts of the reply."""
 
     def answer(asked: Any) -> Any:
         text = asked.json["messages"][0]["content"]
-        return web.reply("no", 400) if "bad" in text else web.reply(says("score: 10"))
+        return web.reply("no", 400) if "bad" in text else web.reply(completion_of("score: 10"))
 
     web.answer = answer
     judge = judge_config(web, weight=2.0, name="taste", deadline_s=5.0).model_dump()
@@ -382,7 +386,7 @@ def test_http_does_not_repeat_what_the_service_may_have_worked_on(web: Any, open
 
 
 def test_http_waits_for_a_service_that_starts_late(open_http: OpenHttp) -> None:
-    """A refused connection is repeated: nothing was sent."""
+    """A refused connection is retried, because no request was sent."""
     port = free_port()
     scorer = open_http(url=f"http://127.0.0.1:{port}/", deadline_s=30.0)
     reply = b'HTTP/1.1 200 OK\r\nContent-Length: 27\r\n\r\n{"results": [{"score": 1}]}'

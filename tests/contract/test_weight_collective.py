@@ -1,4 +1,4 @@
-"""Broadcasts of weights: all members get a version, or all of them get it another way; never a part of it."""
+"""Broadcasts of weights: members receive a whole version, by broadcast or another transport, and never a part."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def weights(version: int) -> dict[str, Tensor]:
 
 
 class Plane:
-    """A trainer that may broadcast, and workers of other hosts."""
+    """A trainer that may broadcast weights, and workers on other hosts."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,7 +47,7 @@ class Plane:
         )  # fmt: skip
 
     def route(self, epoch: int, members: Sequence[str]) -> None:
-        """As the coordinator chooses: trainer and workers hear of it."""
+        """Give trainer and workers the members of a broadcast, as the coordinator does."""
         routes = WeightRoutes(epoch=epoch, transports=dict.fromkeys(members, "gloo"))
         self.publisher.open(self.layout, routes.members, epoch)
         for name in members:
@@ -70,9 +70,9 @@ class Plane:
 @pytest.fixture
 def plane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plane]:
     monkeypatch.setattr(collective, "BUCKET_BYTES", 1 << 20)
-    made = Plane(tmp_path)
-    yield made
-    made.close()
+    opened = Plane(tmp_path)
+    yield opened
+    opened.close()
 
 
 def check(staged: Sequence[Staged], version: int, transport: str) -> None:
@@ -127,8 +127,8 @@ def test_a_member_that_is_lost_in_the_middle_mixes_nothing(plane: Plane) -> None
     check(plane.stage(plane.publish(3), ["a", "b"]), 3, "gloo")
 
 
-def test_what_comes_is_proved(plane: Plane) -> None:
-    """The broadcast sends other bytes than the manifest says."""
+def test_received_weights_are_verified(plane: Plane) -> None:
+    """A receiver refuses broadcast bytes that do not match the digest of the manifest."""
 
     @contextmanager
     def damaged() -> Iterator[NDArray[np.uint8]]:
@@ -152,7 +152,7 @@ def test_what_comes_is_proved(plane: Plane) -> None:
 
 @pytest.mark.gpu
 def test_nccl_sends_what_gloo_sends() -> None:
-    """One GPU has room for one member, so this one is the publisher's own rank: buckets go through the GPU and back."""
+    """With one GPU the only member is the publisher's own rank: buckets go through the GPU and back."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
     group = collective._Group("nccl", PrefixStore("g", store), 0, 1, address="127.0.0.1")
     data = np.arange(5_000_000, dtype=np.uint32).view(np.uint8)

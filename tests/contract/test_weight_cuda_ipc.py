@@ -1,4 +1,4 @@
-"""Faults of weights in device memory: what cannot be proved is not served, and the version goes another way.
+"""Faults of weights in device memory: unverified weights are not served, and the version uses another transport.
 
 The device is a file here, except where a test is marked ``gpu``.
 """
@@ -90,7 +90,7 @@ def weights(value: float, device: str = "cpu") -> list[tuple[str, Tensor]]:
 
 
 class Plane:
-    """A trainer with a device, and receivers of its host."""
+    """A trainer with a device, and receivers on its host."""
 
     def __init__(self, shm_dir: Path, device_dir: Path) -> None:
         shm_dir.mkdir()
@@ -113,9 +113,9 @@ class Plane:
 
 @pytest.fixture
 def plane(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
-    made = Plane(tmp_path / "shm", tmp_path_factory.mktemp("device"))
-    yield made
-    made.publisher.close()
+    opened = Plane(tmp_path / "shm", tmp_path_factory.mktemp("device"))
+    yield opened
+    opened.publisher.close()
 
 
 @pytest.fixture
@@ -134,13 +134,13 @@ def spawn(plane: Plane) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         child.communicate()
 
 
-def tell(child: subprocess.Popen[str], manifest: WeightManifest) -> None:
+def send(child: subprocess.Popen[str], manifest: WeightManifest) -> None:
     assert child.stdin is not None
     child.stdin.write(msgspec.msgpack.encode(manifest).hex() + "\n")
     child.stdin.flush()
 
 
-def heard(child: subprocess.Popen[str]) -> str:
+def read_line(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     return child.stdout.readline().strip()
 
@@ -266,8 +266,8 @@ def test_a_slot_that_is_copied_is_not_written_and_a_death_frees_it(
     plane.publisher.close()
     plane.publisher = plane.open()
     child, manifest = spawn(DIES_WHILE_IT_COPIES, plane.memory.directory), plane.publish(1)
-    tell(child, manifest)
-    assert heard(child) == "copying"
+    send(child, manifest)
+    assert read_line(child) == "copying"
     buffer = plane.memory.exported[bytes.fromhex(manifest.refs[0].handle.split("/")[3])]
     transports = [plane.publish(version).refs[0].transport for version in (2, 3)]
     assert (transports, float(buffer.flat.view(torch.float32)[0])) == (["cuda_ipc", "shm"], 1)
@@ -278,10 +278,10 @@ def test_a_slot_that_is_copied_is_not_written_and_a_death_frees_it(
 
 @pytest.mark.long
 def test_the_death_of_the_publisher_is_named(plane: Plane, spawn: Callable[..., subprocess.Popen[str]]) -> None:
-    """Although the memory can still be mapped, and although the receiver has mapped it already."""
+    """The receiver names the death, although the memory is mapped or could still be mapped."""
     plane.publisher.close()
     child = spawn(DIES_WHILE_IT_WRITES, plane.memory.directory)
-    manifest = msgspec.msgpack.decode(bytes.fromhex(heard(child)), type=WeightManifest)
+    manifest = msgspec.msgpack.decode(bytes.fromhex(read_line(child)), type=WeightManifest)
     receiver, chain = plane.receiver(), open_receiver(plane.settings, LAYOUT, memory=plane.memory)
     served = receiver.stage(manifest)
     child.communicate("\n")
@@ -328,7 +328,7 @@ def test_memory_stays_mapped_while_a_thread_copies_it(plane: Plane, monkeypatch:
     assert value(receiver, manifest) == 1
     closing.join(30)
     (mapped,) = plane.settings.shm_dir.glob("penstock-device-*-mapped")
-    assert LockedFile.open(mapped).try_exclusive(), "it is unmapped once the copy is made"
+    assert LockedFile.open(mapped).try_exclusive(), "it is unmapped once the copy is complete"
 
 
 def test_memory_is_not_freed_while_a_thread_publishes(plane: Plane) -> None:
@@ -351,7 +351,7 @@ def test_memory_is_not_freed_while_a_thread_publishes(plane: Plane) -> None:
 
 @pytest.mark.parametrize("job", [JOB, "job_e"])
 def test_any_version_unmaps_the_memory_of_a_publisher_that_ended(plane: Plane, job: str) -> None:
-    """As after a change of the job's backend, or in a worker of several jobs."""
+    """Such publishers remain after a change of the job's backend, or in a worker of several jobs."""
     chain = open_receiver(plane.settings, LAYOUT, memory=plane.memory)
     assert chain.stage(plane.publish(1)).way.transport == "cuda_ipc"
     plane.publisher.close()
@@ -366,7 +366,7 @@ def test_any_version_unmaps_the_memory_of_a_publisher_that_ended(plane: Plane, j
 
 
 def test_memory_of_a_replaced_publisher_is_unmapped_although_it_lives(plane: Plane) -> None:
-    """As after the lease has gone to a trainer on another host; versions of other jobs change nothing."""
+    """The lease may have moved to a trainer on another host; versions of other jobs change nothing."""
     chain = open_receiver(plane.settings, LAYOUT, memory=plane.memory)
     chain.stage(plane.publish(1))
     (path,) = plane.settings.shm_dir.glob("penstock-device-*-mapped")
@@ -429,7 +429,7 @@ int main() {
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler here")
 def test_the_kernel_computes_the_same_as_the_cpu(tmp_path: Path) -> None:
-    """As C++, with three threads one after the other; on a GPU, see below."""
+    """The kernel runs as C++ with three threads in sequence; the test below runs it on a GPU."""
     tmp_path.joinpath("kernel.cpp").write_text(EMULATION % _SOURCE)
     subprocess.run(["g++", "-o", "kernel", "kernel.cpp"], cwd=tmp_path, check=True)
     data = np.random.default_rng(1).integers(0, 256, 40_064, dtype=np.uint8)
@@ -451,8 +451,8 @@ def test_another_process_stages_from_the_gpu(plane: Plane, spawn: Callable[..., 
     publisher = open_publisher("job_g", LAYOUT, plane.settings, memory=CudaMemory())
     child = spawn(STAGES, None)
     for version in range(1, 8):
-        tell(child, publisher.publish(weights(version, "cuda"), version=version, epoch=1))
-        assert heard(child) == f"cuda_ipc cuda {float(version)} {float(version)}"
+        send(child, publisher.publish(weights(version, "cuda"), version=version, epoch=1))
+        assert read_line(child) == f"cuda_ipc cuda {float(version)} {float(version)}"
     publisher.close()
 
 
@@ -460,6 +460,6 @@ def test_another_process_stages_from_the_gpu(plane: Plane, spawn: Callable[..., 
 def test_processes_share_the_stand_in(plane: Plane, spawn: Callable[..., subprocess.Popen[str]]) -> None:
     child = spawn(STAGES, plane.memory.directory)
     for version in range(1, 8):
-        tell(child, plane.publish(version))
-        assert heard(child) == f"cuda_ipc cpu {float(version)} {float(version)}"
+        send(child, plane.publish(version))
+        assert read_line(child) == f"cuda_ipc cpu {float(version)} {float(version)}"
     assert os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG) is None

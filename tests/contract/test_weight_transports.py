@@ -1,4 +1,4 @@
-"""Every weight transport keeps the same contract: what was published is what is staged, bit by bit, or nothing is."""
+"""Contract of every weight transport: receivers stage exactly the published bits, or nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.contract.device_memories import FileMemory, OneProcessCudaMemory
 
 
 def weights(seed: int) -> dict[str, Tensor]:
-    """Tensors of every dtype, with odd sizes, an empty one, a scalar and a transposed one."""
+    """Return tensors of every dtype, with odd sizes, among them an empty, a scalar and a transposed tensor."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "embed": torch.randn(7, 5, generator=generator),
@@ -47,7 +47,7 @@ def weights(seed: int) -> dict[str, Tensor]:
 
 @dataclass
 class Plane:
-    """A publisher of one job and receivers for one transport."""
+    """A publisher of one job, and receivers of its weights by one transport."""
 
     name: str
     publisher: Publisher

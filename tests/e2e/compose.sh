@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The whole system in containers: build, start, train a small job over REST, kill the trainer in the middle, finish,
-# and check the books. Needs what compose_common.sh needs. Leaves nothing behind.
+# and check the audit. Needs what compose_common.sh needs. Leaves nothing behind.
 set -euo pipefail
 # shellcheck source-path=SCRIPTDIR
 . "$(dirname "${BASH_SOURCE[0]}")/compose_common.sh"
@@ -30,7 +30,7 @@ say "training went on"
 until_step 80 240
 until_success
 
-check_books
+check_audit
 [[ $(call "/v1/limits" | field 'd["durability"]') == fsync ]] || fail "the bus is not verified to fsync: $(call /v1/limits)"
 say "ledger equation and audit hold; the bus is verified to fsync"
 

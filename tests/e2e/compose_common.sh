@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the tests of the containers share: secrets, calls of the API, the job, its books, and an end that leaves nothing
+# Shared by the tests of the containers: secrets, calls of the API, the job, its audit, and an end that leaves nothing
 # behind. Sourced by compose.sh, compose_robot.sh and compose_vllm.sh. Needs Docker with Compose v2, curl and python3.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -85,8 +85,8 @@ until_success() { # wait for the end of a job that has made its last update
   say "the job succeeded"
 }
 
-check_books() {
-  where="the books"
+check_audit() {
+  where="the audit"
   call "/v1/jobs/$job" | field 'd["status"]["draws"]'
   [[ $(call "/v1/jobs/$job" | field \
     '(lambda n: n["drawn"] == n["trained"] + sum(n["dropped"].values()) + n["in_flight"] and n["in_flight"] == 0)(d["status"]["draws"])') == True ]] \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A robot arm in containers: build the image of the env workers with MetaWorld, start every service, train the example
-# over REST until it reaches its goal, kill the env worker in the middle, check the books, and fetch a video.
+# over REST until it reaches its goal, kill the env worker in the middle, check the audit, and fetch a video.
 # Needs what compose_common.sh needs. Leaves nothing behind but images.
 set -euo pipefail
 export EXTRAS_ENV=sim-metaworld PACKAGES_ENV=libosmesa6
@@ -23,7 +23,7 @@ say "env worker killed and started again"
 where="the finish"
 until_step 40 400
 until_success
-check_books
+check_audit
 say "ledger equation and audit hold"
 
 where="what was learnt"

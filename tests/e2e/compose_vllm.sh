@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rollout with vLLM in containers: build, start, train a small job over REST to its end, check the books and the
+# Rollout with vLLM in containers: build, start, train a small job over REST to its end, check the audit and the
 # log-probs, and chat with its checkpoint: vLLM and the embedded engine, on the same worker, give the same answers.
 # The image has gigabytes of packages.
 # Needs what compose_common.sh needs. Leaves nothing behind but images.
@@ -20,7 +20,7 @@ processes=$(docker compose exec --no-TTY rollout sh -c 'cat /proc/[0-9]*/cmdline
 [[ $processes == *VLLM* ]] || fail "vLLM has no process in the container of rollout, only: $processes"
 until_step 80 400
 until_success
-check_books
+check_audit
 say "ledger equation and audit hold"
 
 where="the log-probs"

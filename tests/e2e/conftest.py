@@ -1,6 +1,7 @@
-"""The whole system as processes of its own, looked at from outside: HTTP, the streams, signals.
+"""Fixtures for tests of a whole deployment: real processes, which the tests observe over HTTP, streams and signals.
 
-The processes of the services come from the nursery. ``test_local_stack.py`` and the containers start them as users do.
+The service processes come from the nursery (``tests/nursery.py``). ``test_local_stack.py`` and the tests of the
+containers start services as users do.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ USER_CODE = Path(__file__).with_name("user_code")
 TASKSETS = Path(__file__).parents[1] / "clients" / "environments"
 LOOK_S = 0.1
 EXPERIENCE_BYTES, LEDGER_BYTES = 80 << 20, 32 << 20
-"""Small enough to be filled by a test."""
+"""Sizes of the streams EXPERIENCE and LEDGER, small enough that a test can fill them."""
 
 JOB: dict[str, Any] = {
     "name": "e2e",
@@ -81,7 +82,7 @@ JOB: dict[str, Any] = {
 
 
 class Deployment:
-    """A running stack. It lives on an event loop in a thread, so tests are plain functions."""
+    """A running stack. Its event loop runs in a thread of its own, so that tests are plain functions."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Deployment:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.ready_s = 60.0
         self.environment = {
             "PENSTOCK_LEASE_S": str(LEASE_S),
@@ -118,7 +119,7 @@ class Deployment:
             data_dir=self.data_dir, environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,
             workers=dict(workers or {"rollout": 1}), launch=launch, pythons=dict(pythons or {}),
         )  # fmt: skip
-        self.stack = Stack(options, self.told.append)
+        self.stack = Stack(options, self.messages.append)
 
     def __enter__(self) -> Deployment:
         self.run(self.stack.__aenter__())
@@ -135,24 +136,24 @@ class Deployment:
         self.close()
 
     def close(self) -> None:
-        """End every process, and the thread."""
+        """Stop every process of the stack and the thread of its event loop."""
         self.run(self.stack.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 90.0) -> T:
-        """The result of a coroutine on the stack's loop."""
+        """Run a coroutine on the event loop of the stack; return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def pid(self, name: str) -> int:
-        """Present process id of a service or server."""
+        """Return the current process id of a service or server."""
         return self.stack.processes[name]
 
     def kill(self, *names: str) -> None:
-        """SIGKILL, to all of them at once; returns once the supervisor has started them again."""
+        """Send SIGKILL to all named processes at once; return after the supervisor has restarted each of them."""
         before = {name: self.pid(name) for name in names}
         for pid in before.values():
             os.kill(pid, signal.SIGKILL)
@@ -163,7 +164,7 @@ class Deployment:
 
     @contextmanager
     def frozen(self, name: str) -> Iterator[None]:
-        """SIGSTOP for the length of the block, unless it is killed meanwhile."""
+        """Stop a process by SIGSTOP during the block. Afterwards it continues, unless something has killed it."""
         pid = self.pid(name)
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -174,7 +175,7 @@ class Deployment:
 
     @contextmanager
     def attached(self, module: str, worker: str) -> Iterator[Process]:
-        """One more worker, started by hand and ready; killed at the end of the block."""
+        """Start one more worker by hand and yield its process once it is ready; kill it at the end of the block."""
         port = free_ports(1)[0]
         env = {**os.environ, **self.environment_of(worker), "PENSTOCK_HEALTH_PORT": str(port)}
         with (self.directory / "data" / "logs" / f"{worker}.log").open("wb") as log:
@@ -187,7 +188,7 @@ class Deployment:
             process.wait()
 
     def environment_of(self, worker: str) -> dict[str, str]:
-        """Variables of one more worker of this stack."""
+        """Return the environment variables with which one more worker joins this stack."""
         state = read_state(self.directory / "data")
         assert state is not None
         return {
@@ -198,21 +199,21 @@ class Deployment:
         }
 
     def log(self, worker: str) -> str:
-        """Log of a service so far."""
+        """Return what a worker has logged so far."""
         return (self.directory / "data" / "logs" / f"{worker}.log").read_text()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, *changes: str, **sections: Any) -> str:
-        """Submit the small job with ``a.b=value`` changes and whole sections replaced; returns its id."""
+        """Submit the small job with ``a.b=value`` changes and whole sections replaced; return its id."""
         return self.client.submit(job_file(*changes, **sections)).id
 
     def status(self, job: str) -> Any:
-        """Observed status."""
+        """Return the observed status of a job."""
         return self.client.get(job).status
 
     def reach(self, job: str, step: int, seconds: float = 90.0) -> int:
-        """Wait until ``step`` updates are done; returns how many are."""
+        """Wait until a job has made ``step`` updates; return how many it has made by then."""
 
         def there() -> bool:
             status = self.status(job)
@@ -223,7 +224,7 @@ class Deployment:
         return int(self.status(job).step)
 
     def finish(self, job: str, seconds: float = 60.0) -> JobRecord:
-        """Wait for the end of a job; one that takes too long is cancelled, so that the next test has its room."""
+        """Wait until a job has ended; return its record. After ``seconds``, cancel it to free its room, and fail."""
         try:
             self.until(
                 lambda: self.status(job).phase in TERMINAL_PHASES,
@@ -236,9 +237,9 @@ class Deployment:
         return self.client.get(job)
 
     def until(
-        self, true: Callable[[], Any], what: str, seconds: float = 60.0, story: Callable[[], object] = lambda: ""
+        self, true: Callable[[], Any], what: str, seconds: float = 60.0, details: Callable[[], object] = lambda: ""
     ) -> Any:
-        """Wait for something; a failure says what and, by ``story``, how things stand."""
+        """Wait for a true value of ``true()``, and return it. A timeout fails with ``what`` and ``details()``."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -247,14 +248,14 @@ class Deployment:
             except Unavailable:
                 pass
             if time.monotonic() > deadline:
-                pytest.fail(f"{what}: not within {seconds:g} s; {story()}; restarts: {self.told}")
+                pytest.fail(f"{what}: not within {seconds:g} s; {details()}; restarts: {self.messages}")
             time.sleep(LOOK_S)
 
-    def check_books(self, job: str) -> dict[str, Any]:
-        """The equation in the status and everything that the audit checks; returns the audit."""
+    def check_audit(self, job: str) -> dict[str, Any]:
+        """Check that the draws in the status add up and that the audit finds no violation; return the audit."""
         status = self.status(job)
         draws = status.draws
-        assert status.phase not in TERMINAL_PHASES or isinstance(self.ledger(job)[-1], Finished), "nothing comes after"
+        assert status.phase not in TERMINAL_PHASES or isinstance(self.ledger(job)[-1], Finished), "the last event"
         assert draws["drawn"] == draws["trained"] + sum(draws["dropped"].values()) + draws["in_flight"]
         audit = self.client.audit(job)
         assert audit["ok"], audit["violations"]
@@ -263,20 +264,20 @@ class Deployment:
         return audit
 
     def updates_to_repeat(self, job: str) -> int:
-        """The number of updates that a trainer that dies now has to train again."""
+        """Return how many updates a new trainer would have to repeat if the trainer died now."""
         newest = {
             type(event): event.number for event in self.ledger(job) if isinstance(event, BatchTrained | Checkpointed)
         }
         return newest[BatchTrained] - newest[Checkpointed]
 
     def check_updates(self, job: str, total: int, *, trainers: int) -> None:
-        """The job ended by itself and counts every update once, also those that a restarted trainer repeated.
+        """Check that a job ended by itself and counts each update once, also those that a restarted trainer repeated.
 
-        ``trainers`` is the least number of trainers, and two coordinators led it.
+        ``trainers`` is the least number of trainer processes that trained the job; at least two coordinators led it.
         """
         record = self.finish(job, 200)
         assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
-        self.check_books(job)
+        self.check_audit(job)
         events = self.ledger(job)
         trained = [event for event in events if isinstance(event, BatchTrained)]
         assert [event.number for event in trained] == list(range(1, total + 1))
@@ -285,7 +286,7 @@ class Deployment:
         assert len({event.writer_epoch for event in events}) >= 2, "the coordinator came back with a higher epoch"
 
     def check_replay(self, job: str, at_least: int) -> None:
-        """Training the log again gives the digests that the ledger recorded, for ``at_least`` updates."""
+        """Check that a replay of the log gives the digests in the ledger, for at least ``at_least`` updates."""
         rows = list(self.client.replay(job))
         assert rows[-1]["ok"], rows[-1]
         assert sum(row["match"] is True for row in rows) >= at_least, rows
@@ -293,7 +294,7 @@ class Deployment:
     # -- streams -----------------------------------------------------------------------------------------------------
 
     def on_bus(self, ask: Callable[[Bus], Awaitable[T]]) -> T:
-        """Result of ``ask`` on the bus of this stack."""
+        """Connect to the bus of this stack; return the result of ``ask``."""
 
         async def go() -> T:
             state = read_state(self.directory / "data")
@@ -304,12 +305,12 @@ class Deployment:
         return self.run(go())
 
     def ledger(self, job: str) -> list[Event]:
-        """Every event of a job."""
+        """Return every event in the ledger of a job."""
         entries = self.on_bus(lambda bus: read_ledger(bus, job, ledger_archive(self.directory / "data")))
         return [event for entry in entries for event in decode_events(entry.data)]
 
     def groups(self, job: str) -> dict[int, Any]:
-        """Every group of a job that is in the stream, of completions or of episodes, by sequence."""
+        """Return every group of a job in the stream, of completions or of episodes, by sequence number."""
 
         async def read(bus: Bus) -> dict[int, Message]:
             heads = await bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True)
@@ -320,13 +321,13 @@ class Deployment:
     # -- command line ------------------------------------------------------------------------------------------------
 
     def cli(self, *words: str, **environment: str) -> Result:
-        """Run ``penstock`` against this stack, in this process."""
+        """Run ``penstock`` against this stack, in this process; return its result."""
         env = {"PENSTOCK_URL": self.stack.url, "PENSTOCK_API_KEY": API_KEY, **environment}
         return CliRunner().invoke(app, list(words), env=env)
 
 
 def is_ready(port: int) -> bool:
-    """A worker on this machine can work."""
+    """Return True if the worker with this health port reports that it is ready."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/readyz", verify=False).is_success
     except httpx.TransportError:
@@ -334,26 +335,26 @@ def is_ready(port: int) -> bool:
 
 
 def job_file(*changes: str, **sections: Any) -> dict[str, Any]:
-    """The small job."""
+    """Return the small job file with ``a.b=value`` changes and whole sections replaced."""
     return with_overrides({**copy.deepcopy(JOB), **sections}, changes)
 
 
 def store() -> tempfile.TemporaryDirectory[str]:
-    """For a stack: in memory where there is room, for then an fsync costs nothing."""
+    """Create a temporary directory for a stack, in memory if there is room, because an fsync costs nothing there."""
     root = SHM if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 << 30 else None
     return tempfile.TemporaryDirectory(prefix="penstock-e2e-", dir=root)
 
 
 @pytest.fixture(scope="module")
 def stack_folder() -> Iterator[Path]:
-    """For the stacks that the tests of a module start by themselves."""
+    """Folder for the stacks that the tests of one module start themselves."""
     with store() as path:
         yield Path(path)
 
 
 @pytest.fixture(scope="session")
 def stack(nursery: Any, close_stack: Callable[[Callable[[], None]], None]) -> Iterator[Deployment]:
-    """One stack for all tests: what they kill is started again."""
+    """One stack for all tests. Its supervisor restarts the processes that tests kill."""
     with ExitStack() as running:
         path = running.enter_context(store())
         deployment = running.enter_context(Deployment(Path(path), nursery.launch))
@@ -363,20 +364,20 @@ def stack(nursery: Any, close_stack: Callable[[Callable[[], None]], None]) -> It
 
 @pytest.fixture
 def stack_of_ranks(nursery: Any) -> Iterator[Deployment]:
-    """A stack whose trainer is two ranks."""
+    """Stack whose trainer has two ranks."""
     with store() as path, Deployment(Path(path), nursery.launch, trainer_ranks=2) as deployment:
         yield deployment
 
 
 @pytest.fixture(scope="session")
 def deploy(nursery: Any) -> Callable[..., Deployment]:
-    """A stack in a folder, which the test starts; its services come from the nursery, or from a launch of the test."""
+    """Function that creates a stack in a folder, for the test to start. Services come from the nursery or `launch`."""
     return lambda directory, launch=nursery.launch, **options: Deployment(directory, launch, **options)
 
 
 @pytest.fixture(scope="module")
 def stack_without_trainer(nursery: Any) -> Iterator[Deployment]:
-    """A stack whose trainers the tests start, and no simulators."""
+    """Stack without trainers and simulators; tests start the trainers."""
     workers = {"rollout": 1, "trainer": 0, "env": 0}
     with store() as path, Deployment(Path(path), nursery.launch, workers=workers) as deployment:
         yield deployment
@@ -384,13 +385,13 @@ def stack_without_trainer(nursery: Any) -> Iterator[Deployment]:
 
 @pytest.fixture(scope="session")
 def make_job() -> Callable[..., dict[str, Any]]:
-    """The small job file with changes."""
+    """Function that returns the small job file with changes."""
     return job_file
 
 
 @pytest.fixture(scope="session")
 def user_code() -> ModuleType:
-    """The scorers of ``user_code/``, as the reward service imports them."""
+    """Module with the scorers of ``user_code/``, which the reward service imports, too."""
     spec = importlib.util.spec_from_file_location("e2e_scorers", USER_CODE / "e2e_scorers.py")
     assert spec is not None
     assert spec.loader is not None
@@ -401,7 +402,7 @@ def user_code() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The browser of this machine, for all tests of a file."""
+    """Browser of this machine, for all tests of a file. Without a browser the tests are skipped."""
     from playwright.sync_api import expect, sync_playwright
 
     program = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
@@ -417,24 +418,24 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A tab of its own session; what its console says in anger fails the test."""
+    """Tab with a browser session of its own. Script errors and violations of the CSP fail the test."""
     context = browser.new_context(viewport=DESKTOP)
-    angry: list[str] = []
-    context.on("weberror", lambda error: angry.append(str(error.error)))
-    context.on("console", lambda line: angry.append(line.text) if "Content Security Policy" in line.text else None)
+    errors: list[str] = []
+    context.on("weberror", lambda error: errors.append(str(error.error)))
+    context.on("console", lambda line: errors.append(line.text) if "Content Security Policy" in line.text else None)
     tab = context.new_page()
     tab.set_default_timeout(WAIT_MS)
     yield tab
     context.close()
-    assert angry == []
+    assert errors == []
 
 
 @pytest.fixture(scope="session")
 def enter() -> Callable[..., None]:
-    """Opens the page with a key."""
+    """Function that opens the web page and enters an API key."""
 
     def opened(page: Any, stack: Deployment, key: str = API_KEY, where: str = "") -> None:
-        """Give it a key when it asks, and wait until it uses the key: a test may open another page then."""
+        """Enter the key when the page asks, and wait until a request carries it: then a test may open another page."""
         page.goto(f"{stack.stack.url}/{where}")
         page.wait_for_selector("#ask-key[open]")
         page.fill("#key-text", key)

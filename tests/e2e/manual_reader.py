@@ -1,4 +1,4 @@
-"""A reader who does what a page of the manual says, beside one deployment."""
+"""A reader of the manual: runs the snippets of a page against one deployment."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ SMALLER: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Changes that make a job file small, by the kind of job."""
 FEW = 4
-"""Updates of a job that is small as it is: fewer may train nothing that a metric covers."""
+"""Job files with at most this many updates stay as they are: with fewer, some metrics would have no value."""
 FEWER = {
     r"--episodes \d+": "--episodes 4", r"--seeds \d+": "--seeds 1", r"--max-updates \d+": "--max-updates 3",
     r"rollback JOB \d+": "rollback JOB initial", r"rollout=\d": "rollout=2", r"--trainer-ranks \d": "--trainer-ranks 2",
 }  # fmt: skip
-"""Numbers that are made less in a command line."""
+"""Replacements that reduce the numbers in a command line, by pattern."""
 ADDED = {
     "sims world-model train": "--epochs 2 --hidden 8",
     "bench ingest": "--seconds 0.5 --kills 0 --connections 4",
     "rm": "--yes",
 }
-"""Options that make a command small, or keep it from asking."""
+"""Options that make a command small or keep it from asking for confirmation, by command."""
 STAY = {"serving", "online_rl"}
-"""Kinds of job that go on to the end of the page: later snippets ask them."""
+"""Kinds of job that run until the end of the page, because later snippets send requests to them."""
 RUNNING = ("amend", "scale", "why", "workers", "pause", "cancel", "resume", "ckpt save", "ckpt rollback")
-"""Commands that are about a job that runs; others are about one that has ended."""
+"""Commands for which a reader starts a job that runs; most other commands get a job that has ended."""
 SPENT = ("rm", "extend", "ckpt rm")
-"""Commands after which a job is another: about one of their own."""
+"""Commands that change a job for good; for each of them a reader submits a job of its own."""
 PATHS = re.compile(r"(?<![\w.:/])/(models|data)(?=[/\s]|$)", re.MULTILINE)
-"""Folders of a reader's machine."""
+"""Absolute folders in the manual; a reader has them below its own folder."""
 SUMS = [(f"{i % 10}+{i // 10}=", str(i % 10 + i // 10)) for i in range(32)]
 ROWS = [
     {"prompt": text, "question": text, "messages": [{"role": "user", "content": text}], "answer": answer,
      "tests": "assert 1 + 1 == 2", "rubric": "Is it right?"}
     for text, answer in SUMS
 ]  # fmt: skip
-"""Data with the fields that pages ask for."""
+"""Rows of data with every field that the pages use."""
 GRADER = {"type": "string_check", "name": "right", "operation": "eq", "input": "{{sample.output_text}}",
           "reference": "{{item.answer}}"}  # fmt: skip
 
 
 class Deployments:
-    """Deployments that readers start by ``penstock up``, with a home of their own."""
+    """Deployments that snippets start by ``penstock up``, with a home directory of their own."""
 
     def __init__(self, home: Path) -> None:
         self.home, self.started = home, set[Path]()
         home.mkdir(parents=True)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a command line as its user would. Raises AssertionError: it failed."""
+        """Run ``penstock`` as a user would, in a process of its own. Raises AssertionError if the command fails."""
         left_out = ("PENSTOCK_URL", "PENSTOCK_API_KEY", "PENSTOCK_OPEN_LOOPBACK")
         env = {name: value for name, value in os.environ.items() if name not in left_out} | {"HOME": str(self.home)}
         sizes = {"PENSTOCK_EXPERIENCE_BYTES": str(64 << 20), "PENSTOCK_STREAM_BYTES": str(16 << 20)}
@@ -88,7 +88,7 @@ class Deployments:
         return done
 
     def up(self, *words: str) -> None:
-        """Start one in the background on a free port, unless it runs."""
+        """Start a deployment in the background on a free port, unless its folder already has one."""
         if "--trainer-ranks" in words:
             words = (*words, "--data-dir", str(self.home / "ranks"))
         folder = Path(words[words.index("--data-dir") + 1]) if "--data-dir" in words else self.home / ".penstock"
@@ -98,7 +98,7 @@ class Deployments:
             self.started.add(folder)
 
     def down(self) -> None:
-        """Stop the one in the usual folder."""
+        """Stop the deployment in the default folder."""
         self.run("down")
         self.started.discard(self.home / ".penstock")
 
@@ -109,7 +109,7 @@ class Deployments:
 
 
 class Scene(NamedTuple):
-    """Facts that all readers share: a deployment, a job that has ended there, the address of others, models."""
+    """Resources of all readers: a deployment, an ended job there, deployments of pages, a stub server, models."""
 
     stack: Any
     ended: str
@@ -119,7 +119,7 @@ class Scene(NamedTuple):
 
 
 class Reader:
-    """Does what a page says, in the present folder; the Python of a page shares its names."""
+    """Runs the snippets of one page in the current folder; the Python snippets of a page share their variables."""
 
     def __init__(self, page: str, scene: Scene) -> None:
         self.page, (self.stack, self.ended, self.own, self.address, _) = page, scene
@@ -128,7 +128,7 @@ class Reader:
         self.opened: list[Any] = []
 
     def do(self, one: Snippet) -> None:
-        """Run a snippet, and end the jobs that it leaves running, but for those that later ones ask."""
+        """Run a snippet, then end the jobs that it leaves running, except jobs of a kind in ``STAY``."""
         known: dict[str, Callable[[str], None]] = {
             "python": self.python, "command": self.command, "job": self.job, "section": self.section, "call": self.call,
         }  # fmt: skip
@@ -138,19 +138,19 @@ class Reader:
         self.end_jobs(STAY)
 
     def end_jobs(self, but: set[str]) -> None:
-        """End the jobs that run, but for those of some kinds."""
+        """End all running jobs, except those whose kind is in ``but``."""
         for record in self.stack.client.list(limit=100):
             if record.status.phase not in TERMINAL_PHASES and record.spec.get("kind", "rl") not in but:
                 self.end(record.id)
 
     def end(self, job: str) -> None:
-        """End a job."""
+        """Cancel a job, unless it has ended, and wait for its end."""
         with suppress(Conflict):  # it has ended meanwhile
             self.stack.client.cancel(job, force=True)
         self.stack.finish(job)
 
     def close(self) -> None:
-        """End what runs, and close the connections that the programs of the page leave open."""
+        """End the jobs and deployments of the page, and close the connections that its programs leave open."""
         import openai
 
         self.own.close()
@@ -160,19 +160,19 @@ class Reader:
                 one.__exit__(None, None, None)
 
     def here(self, text: str) -> str:
-        """A text with the folders and addresses of this deployment."""
+        """Replace the folders and addresses in a text by those of this deployment."""
         text = PATHS.sub(lambda found: f"{self.folder}/{found[1]}", text).replace(URL, self.stack.stack.url)
         return re.sub(r"https://(models|scores)\.example", self.address, text)
 
     # -- Python ------------------------------------------------------------------------------------------------------
 
     def python(self, text: str) -> None:
-        """Run a program; the agent that it may ask is served by then, and a job that it has sent is done."""
+        """Run a Python snippet. Serve the agent first if the snippet names it; wait until a fine-tuning job ends."""
         if AGENT in text:
             self.serve_agent()
         if "fine_tuned_model" in text:
             self.names["job"] = self.names["client"].fine_tuning.jobs.retrieve(self.names["job"].id)
-        self.let_names(text)
+        self.define_names(text)
         code = self.here(text).replace('api_key="…"', f'api_key="{KEY}"').replace("[…]", "messages")
         try:
             exec(compile(code, "snippet", "exec", dont_inherit=True), self.names)
@@ -181,8 +181,8 @@ class Reader:
         if "fine_tuning.jobs.create(" in text:
             self.stack.finish(self.names["job"].id)
 
-    def let_names(self, text: str) -> None:
-        """Bring what a program takes for granted: the imports of an excerpt, the key, a client of OpenAI."""
+    def define_names(self, text: str) -> None:
+        """Define the names that a snippet takes for granted: imports, the key, messages, an OpenAI client."""
         from typing import Literal
 
         from openai import OpenAI
@@ -196,14 +196,14 @@ class Reader:
             self.names["client"] = OpenAI(base_url=f"{self.stack.stack.url}/v1", api_key=KEY)
 
     def call(self, text: str) -> None:
-        """Evaluate a call that stands in a sentence."""
+        """Evaluate a call of the client that a sentence contains."""
         names = {**self.names, "client": self.stack.client}
         self.opened.append(eval(text.replace('"NAME"', repr(self.ended)), names))
 
     # -- command lines -----------------------------------------------------------------------------------------------
 
     def command(self, text: str) -> None:
-        """Run a command line."""
+        """Run a command line of the page, with smaller numbers."""
         text = self.here(FILLED.get(text, text))
         for pattern, less in FEWER.items():
             text = re.sub(pattern, less, text)
@@ -216,7 +216,7 @@ class Reader:
             self.shell(text)
 
     def shell(self, text: str) -> None:
-        """Run a line in a shell, with the key; variables that it sets are not empty."""
+        """Run a line in a shell that has the key in ``KEY``; fail if a variable that the line sets is empty."""
         if "up.json" in text:  # that of the deployment, for this line only: `penstock down` must not find it
             shutil.copy(self.stack.data_dir / "up.json", Path.home() / ".penstock" / "up.json")
         answer = self.names.get("answer")
@@ -234,7 +234,7 @@ class Reader:
             self.last_job = json.loads(done.stdout)["id"]
 
     def penstock(self, words: list[str]) -> None:
-        """Run ``penstock``: deployments start and end, and a view follows, in processes of their own."""
+        """Run ``penstock``: ``up``, ``down`` and ``top`` in processes of their own, other commands in this process."""
         if words[0] == "up":
             self.own.up(*words[1:])
         elif words[0] == "down":
@@ -245,7 +245,7 @@ class Reader:
             self.cli(words)
 
     def cli(self, words: list[str]) -> None:
-        """Run ``penstock`` in this process, with what the words in capitals stand for."""
+        """Run ``penstock`` in this process, with a value for each placeholder in capitals."""
         verb = next((verb for verb in (*RUNNING, *SPENT, *ADDED) if words[: len(verb.split())] == verb.split()), "")
         words = [self.stands_for(word, words, verb) for word in words]
         words += shlex.split(ADDED.get(verb, ""))
@@ -265,7 +265,7 @@ class Reader:
             self.until_it_ends_or_serves(done.stdout.split()[0])
 
     def stands_for(self, word: str, words: list[str], verb: str) -> str:
-        """Return the word that a reader would write for one in capitals."""
+        """Return the value that a reader would write for a placeholder in capitals, and any other ``word`` as it is."""
         job = re.compile(r"^(JOB|NAME|\$BEST)(?=@|$)")
         if job.match(word) and words[:2] not in (["keys", "create"], ["sims", "install"]):
             return job.sub(self.job_for(verb), word)
@@ -282,7 +282,7 @@ class Reader:
         return more[word]() if word in more else word
 
     def job_for(self, verb: str) -> str:
-        """A job that a command is about: one that runs, one of its own, or the one that has ended."""
+        """Return the job for a command: a new one that runs, a new one that has ended, or the shared ended one."""
         if verb in SPENT:
             job: str = self.stack.submit("train.max_updates=2", name="spare")
             self.stack.finish(job)
@@ -297,18 +297,18 @@ class Reader:
         return job
 
     def target(self, words: list[str]) -> str:
-        """Where a backup goes; or an answer, which feedback is about."""
+        """Return the folder of a backup, or, for other commands, the id of a new answer that gets feedback."""
         if words[0] in ("backup", "restore"):
             return str(self.folder / "backup")
         self.serve_agent()
         return str(self.ask(AGENT).json()["id"])
 
     def checkpoint(self) -> Path:
-        """The folder of the newest checkpoint of the last job of this page."""
+        """Return the folder of the newest checkpoint of the last job of this page."""
         return Path(self.stack.data_dir / self.stack.client.checkpoints(self.last_job)[-1]["path"])
 
     def id_for(self, group: str) -> str:
-        """Id of something new that the commands of a group are about."""
+        """Create an object for the commands of a ``group`` (file, key, webhook, feedback); return its id."""
         client = self.stack.client
         if group == "files":
             return str(client.files.upload(Path("train.jsonl")).id)
@@ -319,7 +319,7 @@ class Reader:
         return str(client.feedback("accepted", True, inference=self.target([group])).feedback_id)
 
     def file_for(self, words: list[str]) -> str:
-        """A file of the kind that a command reads."""
+        """Return the path of a file of the kind that a command reads."""
         if words[0] == "record":
             return "cartpole.yaml"
         if words[:2] == ["files", "upload"]:
@@ -331,7 +331,7 @@ class Reader:
         return "items.jsonl"
 
     def demonstrable(self, file: Path) -> None:
-        """Have the job file from which demonstrations are recorded: the first one of the page, or a small one."""
+        """Write a missing job file for recording demonstrations: the first job of the page, or a small job."""
         if file.exists():
             return
         shown = [one for one in snippets(self.page) if one.kind == "job"]
@@ -340,7 +340,7 @@ class Reader:
         file.write_text(yaml.safe_dump({**job, "warm_start": {"demonstrations": goes_to, "epochs": 2}}))
 
     def top(self) -> None:
-        """Watch a job that runs until a line says how it stands, and leave it running."""
+        """Check that ``penstock top agent`` first shows a running job, and that the job outlives the command."""
         command = [sys.executable, "-m", "penstock.cli", "top", "agent"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             assert process.stdout is not None
@@ -352,7 +352,7 @@ class Reader:
     # -- job files ---------------------------------------------------------------------------------------------------
 
     def job(self, text: str) -> None:
-        """Submit a job file, made small; it succeeds, or is served."""
+        """Submit a job file, made small; wait until the job succeeds or serves."""
         self.file = Path(f"{yaml.safe_load(text)['name']}.yaml")
         self.file.write_text(self.here(text), encoding="utf-8")
         self.bring_code(text)
@@ -364,7 +364,7 @@ class Reader:
         self.until_it_ends_or_serves(done.stdout.split()[0])
 
     def section(self, text: str) -> None:
-        """Dry run of a valid job with the sections that a page shows."""
+        """Dry-run a valid job with the sections that a page shows."""
         self.bring_code(text)
         job = whole_job(self.here(text).replace("device: cuda, ", ""))
         if job.get("kind", "rl") == "rl" and job["data"]["train"] == {"type": "addition"}:
@@ -378,7 +378,7 @@ class Reader:
         assert done.exit_code == 0, f"{file.read_text()}\n{done.output}"
 
     def smaller(self, file: Path) -> list[str]:
-        """Words that make a job file small; its folders become those of this reader."""
+        """Return options that make a job file small; change the folders in the file to those of this reader."""
         text = file.read_text(encoding="utf-8")
         if "/data/pendulum-model" in text and not (self.folder / "data/pendulum-model").exists():
             self.world_model()
@@ -392,13 +392,13 @@ class Reader:
         return [word for change in changes for word in ("--set", change)]
 
     def world_model(self) -> None:
-        """Do what the page on robots says of world models, for the pages that submit its example."""
+        """Train the world model of docs/embodied.md by its commands, for other pages that submit its example."""
         for one in snippets("docs/embodied.md"):
             if one.text.startswith(("penstock record examples/", "penstock sims world-model")):
                 self.command(one.text)
 
     def bring_code(self, text: str) -> None:
-        """Write the code that a job names: the program of the page that defines it, as a module of the workers."""
+        """Write the code that a job names as a module of the workers: the snippet of the page that defines the name."""
         for module, name in re.findall(r"([a-z_.]+):([A-Za-z]\w*)", text):
             defined = re.compile(rf"^(class|def) {name}\b", re.MULTILINE)
             shown = [one.text for one in snippets(self.page) if one.kind == "python" and defined.search(one.text)]
@@ -410,7 +410,7 @@ class Reader:
                 file.write_text(shown[0], encoding="utf-8")
 
     def until_it_ends_or_serves(self, job: str) -> None:
-        """Wait for the success of a job, or until it serves."""
+        """Wait until a job succeeds or, if its kind serves, until it runs."""
         record = self.stack.client.get(job)
         self.last_job = record.id
         if record.spec.get("kind") in STAY:
@@ -422,7 +422,7 @@ class Reader:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def serve_agent(self) -> None:
-        """Serve the agent of the examples under the name of the manual, until it answers."""
+        """Serve the example agent under the name in the manual, and wait until it answers."""
         if any(row.name == AGENT and row.status.phase == "running" for row in self.stack.client.list(limit=100)):
             return
         spec = yaml.safe_load((ROOT / "examples/agent.yaml").read_text(encoding="utf-8"))
@@ -433,13 +433,13 @@ class Reader:
         self.stack.until(lambda: self.ask(AGENT).is_success, "the agent answers", 90)
 
     def ask(self, model: str) -> httpx.Response:
-        """Ask a model that is served."""
+        """Send a chat request to a served model; return the reply."""
         body = {"model": model, "messages": [{"role": "user", "content": "3+4="}]}
         headers = {"Authorization": f"Bearer {KEY}"}
         return httpx.post(f"{self.stack.stack.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
 
     def until_it_runs(self, job: str) -> None:
-        """Wait until a job is led and its model is loaded."""
+        """Wait until a job is in phase `running`."""
 
         def runs() -> bool:
             status = self.stack.status(job)
@@ -450,7 +450,7 @@ class Reader:
 
 
 def check_target(text: str) -> None:
-    """The Makefile has the target, and the program of its recipe has the options of ``ARGS``."""
+    """Check that the Makefile has the target, and that the program of its recipe has the options in ``ARGS``."""
     _, target, *variables = shlex.split(text)
     makefile = text_of("Makefile")
     found = re.search(rf"^{re.escape(target)}:[^=][^\n]*\n((\t[^\n]*\n)*)", makefile, re.MULTILINE)

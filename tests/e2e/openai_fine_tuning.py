@@ -1,4 +1,4 @@
-"""A user of OpenAI's SDK fine-tunes: run by ``test_fine_tuning.py`` with the SDK's own interpreter."""
+"""Fine-tuning by a user of OpenAI's SDK. ``test_fine_tuning.py`` runs this program with the SDK's own interpreter."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ DELIVERED: list[tuple[dict[str, str], bytes]] = []
 
 
 class Receiver(BaseHTTPRequestHandler):
-    """Takes deliveries of webhooks."""
+    """Server that accepts webhooks."""
 
     def do_POST(self) -> None:
-        """Keep one."""
+        """Store the delivery in ``DELIVERED``."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         DELIVERED.append((dict(self.headers.items()), body))
         self.send_response(204)
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 def listen() -> str:
-    """Receive webhooks from now on; where."""
+    """Start a server that accepts webhooks; return its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return f"http://127.0.0.1:{server.server_address[1]}/"
 
 
 def main(url: str, key: str, folder: Path) -> None:
-    """Raises where something is not as the SDK's users expect it."""
+    """Fine-tune a model and check every reply. Raises AssertionError or an error of the SDK if a check fails."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
     grader = json.loads((folder / "grader.json").read_text())
     with (folder / "rows.jsonl").open("rb") as rows:
@@ -87,7 +87,7 @@ def main(url: str, key: str, folder: Path) -> None:
 
 
 def check_webhook(client: openai.OpenAI, hook: Any, job: str, deadline: float) -> None:
-    """The end of the job was told, and the SDK's own verifier takes the signature."""
+    """Check that a webhook reported the end of the job, and that the SDK's own verifier accepts its signature."""
     while not DELIVERED:
         assert time.monotonic() < deadline, "no webhook came"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""A job with adapters and one with experts on the whole stack: sampled is what is trained, and the log replays."""
+"""A job with adapters and one with experts on a whole stack: sampler and trainer agree, and the log can be replayed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODELS = {
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_sampler_and_trainer_agree_to_the_end(stack: Any, kind: str) -> None:
     warm = {"steps": 3 if kind == "adapters" else 0}
-    rate = "optimizer.learning_rate=0.02"  # large steps: a sampler that stays behind is seen at once
+    rate = "optimizer.learning_rate=0.02"  # large steps, so that stale weights of the sampler show at once
     changes = (rate, "train.max_lag=0", f"train.max_updates={UPDATES}")
     job = stack.submit(*changes, name=kind, model=MODELS[kind], warm_start=warm)
     end = stack.finish(job, seconds=90)
@@ -39,5 +39,5 @@ def test_sampler_and_trainer_agree_to_the_end(stack: Any, kind: str) -> None:
     assert max(mismatch) < 1e-4, "the sampler serves other weights than the trainer trains"
     tables = [group.experts for group in stack.groups(job).values()]
     assert all((table is not None) is (kind == "experts") for table in tables)
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=UPDATES)

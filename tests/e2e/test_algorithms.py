@@ -1,4 +1,4 @@
-"""Algorithms that need more than groups of samples: a second model, a greedy completion, state of their own."""
+"""Algorithms that need more than groups of samples: a second model, a greedy completion, or state of their own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.mark.long
 def test_actor_and_critic_continue_after_a_crash(stack: Any) -> None:
-    """Critic, KL coefficient and reward statistics come from the checkpoint: repeated batches give the same bits."""
-    total = 100  # some dozen updates pass before the status tells of the fifth
+    """A new trainer loads critic, KL coefficient and reward statistics, and repeats batches bit for bit."""
+    total = 100  # dozens of updates pass before the status shows the fifth
     algorithm = {
         "type": "ppo",
         "critic": {"warmup_updates": 2},
@@ -27,7 +27,7 @@ def test_actor_and_critic_continue_after_a_crash(stack: Any) -> None:
     stack.kill("trainer-0")
     record = stack.finish(job, 120)
     assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
-    stack.check_books(job)
+    stack.check_audit(job)
     events = stack.ledger(job)
     trained = [event for event in events if isinstance(event, BatchTrained)]
     assert not any(isinstance(event, LineageForked) for event in events)
@@ -45,7 +45,7 @@ def test_actor_and_critic_continue_after_a_crash(stack: Any) -> None:
 def test_a_greedy_completion_is_the_baseline_and_is_never_trained(stack: Any) -> None:
     job = stack.submit("train.max_updates=4", algorithm={"type": "remax", "group_size": 2})
     assert stack.finish(job).status.phase == "succeeded"
-    stack.check_books(job)
+    stack.check_audit(job)
     groups = stack.groups(job).values()
     assert groups
     assert all(group.greedy.tolist() == [False, False, True] for group in groups)

@@ -1,4 +1,4 @@
-"""A job moves between backends while it trains (docs/backends.md): one run, nothing trained twice or lost."""
+"""A job moves between backends while it trains (docs/backends.md), and trains every batch exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpoin
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
 GROUPS = 4
-"""Of a batch."""
+"""Groups in a batch."""
 PACED = {"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "processes": 1}
 MOVES: list[dict[str, Any]] = [
     {"type": "fsdp", "activation_checkpointing": True},
@@ -21,13 +21,13 @@ MOVES: list[dict[str, Any]] = [
     {"type": "local"},
 ]
 TOO_LARGE = {"type": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}
-"""Needs four ranks."""
+"""Backend that needs four ranks."""
 CUT = ("tensor_parallel", "ranks")
-"""Pins by which a checkpoint tells the backend that wrote it."""
+"""Keys in the manifest of a checkpoint by which the backends of ``MOVES`` differ."""
 
 
 def submitted(stack: Any) -> str:
-    """A job that runs until somebody ends it."""
+    """Submit a job that runs until a test ends it; return its id."""
     return str(
         stack.submit(
             "train.max_updates=100000", "checkpoint.every=100000", "checkpoint.keep=20", "train.max_lag=0",
@@ -42,12 +42,12 @@ def pins(stack: Any, checkpoint: Checkpointed) -> tuple[str | None, ...]:
 
 
 def moved(stack: Any, job: str, reason: str, above: int) -> Checkpointed | None:
-    """The checkpoint that was taken for a move."""
+    """Return the first checkpoint at update ``above`` or later that was taken for ``reason``, or None."""
     found = [event for event in stack.ledger(job) if isinstance(event, Checkpointed) and event.reason == reason]
     return next((event for event in found if event.number >= above), None)
 
 
-def test_backends_come_and_go(stack_of_ranks: Any) -> None:
+def test_a_job_moves_from_backend_to_backend(stack_of_ranks: Any) -> None:
     stack = stack_of_ranks
     job = submitted(stack)
     step, taken = 0, []
@@ -69,7 +69,7 @@ def test_backends_come_and_go(stack_of_ranks: Any) -> None:
     stack.client.amend(job, {"train": {"max_updates": total}})
     record = stack.finish(job, 120)
     assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
-    stack.check_books(job)
+    stack.check_audit(job)
 
     events = stack.ledger(job)
     assert not any(isinstance(event, LineageForked) for event in events)
@@ -86,7 +86,7 @@ def test_backends_come_and_go(stack_of_ranks: Any) -> None:
     assert all(row["match"] or row["near"] for row in updates), "moments were lost on the way"
 
 
-def test_a_change_of_mind_and_the_end_of_a_job_that_cannot_be_opened(stack_of_ranks: Any) -> None:
+def test_a_reverted_move_and_the_cancel_of_a_job_that_no_backend_can_hold(stack_of_ranks: Any) -> None:
     stack = stack_of_ranks
     job = submitted(stack)
     step = stack.reach(job, 2, 120)
@@ -104,4 +104,4 @@ def test_a_change_of_mind_and_the_end_of_a_job_that_cannot_be_opened(stack_of_ra
     stack.until(lambda: stack.status(job).phase == "paused", "the next pause, for nothing has changed")
     stack.client.cancel(job)
     assert stack.finish(job).status.phase == "cancelled"
-    stack.check_books(job)
+    stack.check_audit(job)

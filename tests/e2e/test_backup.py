@@ -1,4 +1,4 @@
-"""A deployment is backed up while it runs, wiped, and restored on another path, and its jobs go on.
+"""A deployment is backed up while it runs, deleted, and restored at another path, and its jobs continue.
 
 The commands are those of docs/operations.md.
 """
@@ -48,23 +48,23 @@ def test_a_running_job_goes_on_from_a_backup_on_another_path(deploy: Callable[[P
     with with_new_path as second:
         assert second.status(done).phase == "succeeded"
         assert (second.data_dir / "code" / f"{code}.py").read_text() == SOURCE, "jobs name it by its content"
-        second.check_books(done)
+        second.check_audit(done)
         assert second.finish(job, 120).status.step == 60
-        second.check_books(job)
+        second.check_audit(job)
         second.check_replay(job, at_least=1)
         spec = second.client.get(job).spec
         assert str(second_dir) in json.dumps(spec["data"])
 
 
-def test_what_an_earlier_version_left_goes_on(deploy: Callable[[Path], Any], recorded: Path) -> None:
+def test_jobs_of_an_earlier_version_continue(deploy: Callable[[Path], Any], recorded: Path) -> None:
     with deploy(recorded) as today:
         jobs = {record.name: record.id for record in today.client.list()}
         for name in ("unfinished", "agent"):
             today.client.resume(jobs[name])
         assert today.finish(jobs["unfinished"], 120).status.step == 12
-        today.check_books(jobs["unfinished"])
+        today.check_audit(jobs["unfinished"])
         today.check_replay(jobs["unfinished"], at_least=0)  # bit for bit only on the machine that recorded it
         today.until(lambda: today.status(jobs["agent"]).phase == "running", "the online job runs")
         today.client.cancel(jobs["agent"])
         assert today.finish(jobs["agent"]).status.phase == "cancelled"
-        today.check_books(jobs["agent"])
+        today.check_audit(jobs["agent"])

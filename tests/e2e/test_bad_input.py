@@ -1,4 +1,4 @@
-"""Mistakes of users: a clear message at the edge, a non-zero exit, and nothing half done."""
+"""Mistakes of users give a clear message at once, a non-zero exit status, and no half-done work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = {"Authorization": "Bearer e2e-key"}
 
 @contextmanager
 def coordinator(nats_url: str) -> Iterator[subprocess.Popen[str]]:
-    """A coordinator by itself."""
+    """Start a coordinator process alone; kill it at the end of the block."""
     env = {**os.environ, "PENSTOCK_NATS_URL": nats_url, "PENSTOCK_HTTP_PORT": "0"}
     command = [sys.executable, "-m", "penstock.services.coordinator"]
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
@@ -43,7 +43,7 @@ def up(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def submit(stack: Any, make_job: Callable[..., Any], tmp_path: Path) -> Callable[..., Result]:
-    """``penstock submit`` of the small job with changes, or of a text as it is."""
+    """Function that runs ``penstock submit`` on the small job with changes, or on ``text``."""
 
     def run(*changes: str, text: str | None = None, **environment: str) -> Result:
         file = tmp_path / "job.yaml"
@@ -66,7 +66,7 @@ def submit(stack: Any, make_job: Callable[..., Any], tmp_path: Path) -> Callable
         ("model={path: /nowhere/model}", "model.path: '/nowhere/model' does not exist"),
     ],
 )
-def test_a_job_file_that_cannot_work(stack: Any, submit: Any, make_job: Any, change: str, message: str) -> None:
+def test_an_invalid_job_file_is_refused(stack: Any, submit: Any, make_job: Any, change: str, message: str) -> None:
     result = submit(change)
     assert (result.exit_code, result.stdout) == (USAGE, "")
     assert message in result.stderr
@@ -75,7 +75,7 @@ def test_a_job_file_that_cannot_work(stack: Any, submit: Any, make_job: Any, cha
     assert message.rpartition(": ")[2] in answer.text
 
 
-def test_a_job_file_that_is_no_yaml(submit: Any, stack: Any) -> None:
+def test_a_job_file_that_is_not_yaml_is_refused(submit: Any, stack: Any) -> None:
     text = "name: x\ntrain:\n  batch_size: [8\nmodel: {}\n"
     result = submit(text=text)
     assert result.exit_code == USAGE
@@ -93,7 +93,7 @@ def test_a_job_file_that_is_no_yaml(submit: Any, stack: Any) -> None:
         ('{"prompt": "1+1=", "answer": "2"}\n\n{"prompt": "1+2="}\n', "line 3"),
     ],
 )
-def test_data_that_cannot_be_used(submit: Any, tmp_path: Path, rows: str, message: str) -> None:
+def test_invalid_data_is_refused(submit: Any, tmp_path: Path, rows: str, message: str) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text(rows)
     result = submit(f"data.train={{type: file, path: {data}}}")
@@ -102,7 +102,7 @@ def test_data_that_cannot_be_used(submit: Any, tmp_path: Path, rows: str, messag
     assert message in result.stderr
 
 
-def test_a_key_that_is_wrong(submit: Any, stack: Any) -> None:
+def test_a_wrong_key_is_refused(submit: Any, stack: Any) -> None:
     result = submit(PENSTOCK_API_KEY="wrong")
     assert result.exit_code == USAGE
     assert "PENSTOCK_API_KEY" in result.stderr
@@ -110,7 +110,7 @@ def test_a_key_that_is_wrong(submit: Any, stack: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_directory_and_a_port_that_are_taken(stack: Any, tmp_path: Path) -> None:
+def test_a_directory_or_port_in_use_is_refused(stack: Any, tmp_path: Path) -> None:
     again = up("--port", "0", "--data-dir", str(stack.directory / "data"))
     assert again.returncode == USAGE
     assert stack.stack.url in again.stderr
@@ -123,7 +123,7 @@ def test_a_directory_and_a_port_that_are_taken(stack: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_an_api_and_a_bus_that_are_not_there(submit: Any) -> None:
+def test_an_unreachable_api_or_bus_is_named(submit: Any) -> None:
     with socket.socket() as probe:  # bound and not listening: refuses every connection
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -140,7 +140,7 @@ def test_an_api_and_a_bus_that_are_not_there(submit: Any) -> None:
 
 
 @pytest.mark.long
-def test_an_address_that_is_no_bus() -> None:
+def test_an_invalid_address_of_the_bus_is_refused() -> None:
     with coordinator("nats://127.0.0.1:x") as process:
         assert process.wait(20) == USAGE
         assert process.stderr is not None
@@ -166,7 +166,7 @@ def test_a_scorer_that_never_works_ends_the_job(stack: Any, scorer: str, message
     assert status.draws["trained"] == 0
     assert set(status.draws["dropped"]) == {"failed"}
     assert status.draws["drawn"] < 20, "given up after a bounded number of groups"
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
 @pytest.mark.long
@@ -175,7 +175,7 @@ def test_a_scorer_that_fails_at_times_costs_only_its_completions(stack: Any, use
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:sometimes"}]}
     job = stack.submit(f"train.max_updates={total}", reward=reward)
     assert stack.finish(job).status.step == total
-    stack.check_books(job)
+    stack.check_audit(job)
 
     events, groups = stack.ledger(job), stack.groups(job)
     sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
@@ -198,7 +198,7 @@ def test_a_scorer_that_fails_at_times_costs_only_its_completions(stack: Any, use
 
 @pytest.mark.long
 def test_a_loss_that_is_not_finite_pauses_the_job_and_keeps_the_batch(stack: Any) -> None:
-    """Rewards beyond float32: the advantages of the first batch are not numbers."""
+    """Rewards beyond float32: the advantages of the first batch are not finite."""
     job = stack.submit(algorithm={"type": "dr_grpo", "group_size": 4, "shaping": {"scale": 1e39}})
     for _ in range(2):
         stack.until(lambda: stack.status(job).phase == "paused", "the pause", 60, lambda: stack.client.why(job))
@@ -211,12 +211,12 @@ def test_a_loss_that_is_not_finite_pauses_the_job_and_keeps_the_batch(stack: Any
     assert not any(isinstance(event, BatchTrained) for event in events)
     stack.client.cancel(job, force=True)
     assert stack.finish(job).status.phase == "cancelled"
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_was_damaged_makes_way_for_an_older_one(stack: Any) -> None:
-    """A paused job begins from its newest checkpoint, of which the disk changed a bit: the log brings it back."""
+def test_a_damaged_checkpoint_is_replaced_by_an_older_one(stack: Any) -> None:
+    """A bit of the newest checkpoint of a paused job flips. The trainer loads an older one and replays the log."""
     job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
     stack.reach(job, 2)
     stack.client.pause(job)
@@ -228,12 +228,12 @@ def test_a_checkpoint_that_was_damaged_makes_way_for_an_older_one(stack: Any) ->
     weights.write_bytes(data)
     stack.kill("trainer-0")
     stack.client.resume(job)
-    told = f"{weights} was changed after the checkpoint was written"
+    message = f"{weights} was changed after the checkpoint was written"
     stack.until(
-        lambda: any(told in str(event) for event in stack.client.events(job, follow=False)), "the event of the damage"
+        lambda: any(message in str(event) for event in stack.client.events(job, follow=False)), "the damage event"
     )
     stack.reach(job, 4)
     assert not any(isinstance(event, LineageForked) for event in stack.ledger(job)), "the same bits again"
     stack.client.cancel(job)
     assert stack.finish(job).status.phase == "cancelled"
-    stack.check_books(job)
+    stack.check_audit(job)

@@ -1,4 +1,4 @@
-"""Streams that fill: the job's own budget, a budget that is too small, and a stream that others have filled."""
+"""Streams that are full: a job's own byte budget, a budget that is too small, and a stream full of other messages."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def smallest_budget(job: dict[str, Any]) -> int:
 
 
 @pytest.mark.long
-def test_a_small_budget_is_kept_by_checkpoints(stack: Any, make_job: Callable[..., Any]) -> None:
+def test_checkpoints_keep_a_job_within_a_small_budget(stack: Any, make_job: Callable[..., Any]) -> None:
     changes = ["train.max_updates=80", "checkpoint.every=1000"]
     budget = smallest_budget(make_job(*changes))
     job = stack.submit(*changes, f"limits.byte_budget={budget}")
     assert stack.finish(job).status.step == 80
-    stack.check_books(job)
+    stack.check_audit(job)
 
     events = stack.ledger(job)
     checkpoints = [event for event in events if isinstance(event, Checkpointed)]
     forced = [event for event in checkpoints if 0 < event.number < 80]
     assert len(forced) >= 3, "the interval alone asks for none"
-    told = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "checkpoint"]
-    assert [f"checkpoint after update {event.number} ({event.reason}) at {event.path}" for event in checkpoints] == told
+    rows = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "checkpoint"]
+    assert [f"checkpoint after update {event.number} ({event.reason}) at {event.path}" for event in checkpoints] == rows
 
-    kept = stack.groups(job)
-    assert min(kept, default=1 << 62) >= max(event.low_seq for event in checkpoints)
+    remaining = stack.groups(job)
+    assert min(remaining, default=1 << 62) >= max(event.low_seq for event in checkpoints)
     sealed = [group.seq for event in events if isinstance(event, BatchSealed) for group in event.groups]
-    assert sum(seq in kept for seq in sealed) < len(sealed) / 2
+    assert sum(seq in remaining for seq in sealed) < len(sealed) / 2
     stored = stack.on_bus(lambda bus: bus.read(subjects.EXPERIENCE, subjects.experience(job)))
     assert sum(len(message.data) for message in stored) <= budget
     stack.check_replay(job, at_least=0)
@@ -62,28 +62,28 @@ async def fill(bus: Bus, junk: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("stream", "told"),
+    ("stream", "reason"),
     [
         (subjects.EXPERIENCE, "stream EXPERIENCE is full"),
         (subjects.LEDGER, "the bus, for an entry of the ledger (stream LEDGER is full"),
     ],
     ids=[subjects.EXPERIENCE, subjects.LEDGER],
 )
-def test_a_full_stream_is_waited_for(stack: Any, make_job: Callable[..., Any], stream: str, told: str) -> None:
+def test_a_job_waits_while_a_stream_is_full(stack: Any, make_job: Callable[..., Any], stream: str, reason: str) -> None:
     total, junk = 60, f"{stream.lower()}.junk"
     try:
-        if stream == subjects.EXPERIENCE:  # or a fast job is over before it is full
+        if stream == subjects.EXPERIENCE:  # otherwise a fast job ends before the stream is full
             stack.on_bus(lambda bus: fill(bus, junk))
         job = stack.submit(f"train.max_updates={total}")
-        if stream == subjects.LEDGER:  # once it is full no job is taken
+        if stream == subjects.LEDGER:  # a full ledger refuses every new job
             stack.reach(job, 3)
             stack.on_bus(lambda bus: fill(bus, junk))
 
         def ages() -> list[float]:
             stack.on_bus(lambda bus: fill(bus, junk))  # earlier jobs may still give room back
-            return [row["age_s"] for row in stack.client.why(job) if told in row["waiting_for"]]
+            return [row["age_s"] for row in stack.client.why(job) if reason in row["waiting_for"]]
 
-        stack.until(lambda: max(ages(), default=0.0) > 1.0, f"'{told}' ages", 20, lambda: stack.client.why(job))
+        stack.until(lambda: max(ages(), default=0.0) > 1.0, f"'{reason}' ages", 20, lambda: stack.client.why(job))
         held = stack.status(job).step
         assert held < total
         if stream == subjects.LEDGER:
@@ -92,7 +92,7 @@ def test_a_full_stream_is_waited_for(stack: Any, make_job: Callable[..., Any], s
     finally:
         stack.on_bus(lambda bus: bus.purge(stream, junk))
     assert stack.finish(job).status.step == total
-    stack.check_books(job)
+    stack.check_audit(job)
     assert not [event for event in stack.ledger(job) if isinstance(event, Dropped)], "back-pressure costs no draw"
 
 

@@ -1,4 +1,4 @@
-"""Any process may die or stall at any moment of a job: nothing is lost, nothing is trained twice, nobody helps."""
+"""Any process may die or stall at any moment of a job: nothing is lost or trained twice, and no person has to help."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ WARMER = 1.5
 EVERY = 7
 """Updates between checkpoints."""
 FURTHER = 15
-"""Updates after all that; the status may be half a second old."""
+"""Updates after the last fault; the status may be half a second old."""
 
 PACED = {"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "processes": 1}
 
 
 def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
-    """The job ended, every update counts once, and it used the temperatures that were asked for."""
+    """Check that the job ended, that each update counts once, and that groups have both requested temperatures."""
     stack.check_updates(job, total, trainers=trainers)
     events = stack.ledger(job)
     digests = {event.digest for event in events if isinstance(event, BatchTrained)}
@@ -38,7 +38,7 @@ def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
 
 
 def repeated(events: list[Event]) -> list[int]:
-    """Batches that each restarted trainer trained again: those after the newest checkpoint that it found."""
+    """For each restart of the trainer, return how many batches it trained again: those after the newest checkpoint."""
     found, epoch, trained, saved = [], 0, 0, 0
     for event in events:
         if not isinstance(event, BatchTrained | Checkpointed):
@@ -54,14 +54,14 @@ def repeated(events: list[Event]) -> list[int]:
 
 
 def between_checkpoints(stack: Any, job: str) -> None:
-    """Wait until a trainer that dies now has batches to train again."""
+    """Wait until a new trainer would have batches to train again."""
     stack.until(lambda: 2 <= stack.updates_to_repeat(job) <= EVERY - 3, "updates after a checkpoint")
 
 
 def end(stack: Any, job: str) -> int:
-    """Let a job that would go on for long end in a few updates, which are sampled at another temperature.
+    """Let a long job end after a few more updates, whose prompts are sampled at another temperature.
 
-    Returns how many it will have made.
+    Return the number of updates that the job will have made.
     """
     total = int(stack.status(job).step) + FURTHER
     stack.client.amend(job, {"train": {"max_updates": total}, "sampling": {"temperature": WARMER}})
@@ -82,7 +82,7 @@ def test_every_process_is_killed(stack: Any) -> None:
     check_end(stack, job, end(stack, job), trainers=3)
     again = repeated(stack.ledger(job))
     assert len(again) >= 2
-    assert sum(count >= 1 for count in again) >= 2, f"bit by bit the same, {again} batches: too few to say so"
+    assert sum(count >= 1 for count in again) >= 2, f"too few repeated batches to show equal bits: {again}"
 
 
 def test_every_process_stalls(stack: Any) -> None:

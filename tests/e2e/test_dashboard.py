@@ -1,4 +1,4 @@
-"""The web page in a real browser, over a real stack."""
+"""The web page of a real deployment in a real browser."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ LIVE = {
     "online": {"metrics": {"liked": {"type": "boolean"}}, "max_wait_s": 1},
 }
 LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
-"""A job that the test ends itself, however slow or fast the machine is."""
+"""Changes that make a job so long that only the test ends it, however fast the machine is."""
 
 
 @pytest.fixture(scope="module")
 def brief(stack: Any) -> str:
-    """A job of two updates that has ended."""
+    """Id of a job of two updates that has ended."""
     job: str = stack.submit("train.max_updates=2", name="brief", metadata={"owner": "ana"})
     assert stack.finish(job).status.phase == "succeeded"
     return job
@@ -67,7 +67,7 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page, enter: Any) 
     page.locator(".actions").get_by_role("button", name="cancel").focus()
     page.evaluate("document.activeElement.marked = true")
     step = page.locator(".figures dd").first
-    for _ in range(2):  # twice redrawn, and the focus and its element are where they were
+    for _ in range(2):  # the page is redrawn twice, and keeps the focus and its element
         before = step.inner_text()
         expect(step).not_to_have_text(before, timeout=WAIT_MS)
     assert page.evaluate("document.activeElement.marked && document.activeElement.textContent") == "cancel"
@@ -91,8 +91,8 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page, enter: Any) 
 
 
 @pytest.mark.long
-def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, enter: Any, brief: str) -> None:
-    """All of them once, then that nothing follows, and no other connection for more."""
+def test_the_list_of_events_of_an_ended_job_is_complete(stack: Any, page: Page, enter: Any, brief: str) -> None:
+    """The page shows each event once and then a last line, and opens no further connection."""
     connections: list[str] = []
     page.on("request", lambda request: connections.append(request.url) if request.url.endswith("/events") else None)
     enter(page, stack, where=f"#/jobs/{brief}/events")
@@ -120,7 +120,7 @@ def test_warnings_of_a_job_stand_first(stack: Any, page: Page, enter: Any) -> No
 
 
 def test_a_key_is_asked_for_once(stack: Any, page: Page, enter: Any) -> None:
-    """A wrong one again; a good one is used by other tabs, too, until it is removed in one of them."""
+    """The page asks again after a wrong key. Other tabs use a valid key, too, until the user removes it in one."""
     enter(page, stack, "wrong")
     page.wait_for_selector("#ask-key[open]")
     assert page.locator("table").count() == 0
@@ -131,7 +131,7 @@ def test_a_key_is_asked_for_once(stack: Any, page: Page, enter: Any) -> None:
     other.goto(f"{stack.stack.url}/#/deployment/health")
     other.get_by_role("table", name="Health").wait_for()
     assert not other.locator("#ask-key").is_visible()
-    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""], "no file of the browser holds it"
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""], "the browser stores the key in no file"
     other.click("#key")
     other.fill("#key-text", "")
     other.get_by_role("button", name="Use").click()
@@ -140,10 +140,10 @@ def test_a_key_is_asked_for_once(stack: Any, page: Page, enter: Any) -> None:
 
 
 @pytest.mark.long
-def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Page, enter: Any, brief: str) -> None:
+def test_jobs_are_found_compared_and_distinguished_on_a_phone(stack: Any, page: Page, enter: Any, brief: str) -> None:
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
-    told = {"owner": "ben", "purpose": "to-see-what-a-page-makes-of-it"}
-    broken = stack.submit("train.max_updates=5", name="marked", reward=reward, metadata=told)
+    labels = {"owner": "ben", "purpose": "to-see-what-a-page-makes-of-it"}
+    broken = stack.submit("train.max_updates=5", name="marked", reward=reward, metadata=labels)
     left = stack.submit(*LONG, name="a-name-as-long-as-names-may-be-and-nobody-would-ever-type-again")
     stack.client.cancel(left, force=True)
     assert stack.finish(broken).status.phase == "failed"
@@ -182,13 +182,13 @@ def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Pag
 
     page.goto(f"{stack.stack.url}/#/jobs/{broken}")
     page.wait_for_selector("p.problem >> text=<img src=x")
-    assert page.locator("main img").count() == 0, "what others wrote is text"
+    assert page.locator("main img").count() == 0, "text of users stays text"
     assert page.evaluate("window.attacked") is None
 
 
 @pytest.mark.long
-def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_job: Any) -> None:
-    """Three verdicts, one of them taken back: as many bars as fates, as long as their shares."""
+def test_the_status_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_job: Any) -> None:
+    """Three items of feedback, one of them retracted, give one bar for each status, as long as its share."""
     spec = {**make_job(name="judged"), **LIVE}
     job = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
     stack.until(lambda: stack.status(job).phase == "running", "the job runs")
@@ -196,11 +196,11 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_
     page.get_by_text("None yet: POST /feedback.").wait_for()
 
     unknown = [new_marked_id(job) for _ in range(3)]
-    said = [stack.client.feedback("liked", True, inference=inference).feedback_id for inference in unknown]
+    feedback = [stack.client.feedback("liked", True, inference=inference).feedback_id for inference in unknown]
     page.get_by_text("3 items").wait_for()
     rows = page.get_by_role("table", name="Feedback by status").locator("tr")
-    assert [row.split() for row in rows.all_inner_texts()] == [["received", "3"]], "nobody asked that: they wait"
-    stack.client.retract(said[0])
+    assert [row.split() for row in rows.all_inner_texts()] == [["received", "3"]], "they wait for unknown answers"
+    stack.client.retract(feedback[0])
     expect(rows).to_have_count(2, timeout=WAIT_MS)
     assert sorted(row.split() for row in rows.all_inner_texts()) == [["received", "2"], ["retracted", "1"]]
     room, *bars = [
@@ -220,7 +220,7 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_
 
 @pytest.mark.long
 def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, enter: Any, tmp_path: Path) -> None:
-    """The film reaches the list, a player by ranges, the command line and the page; deleting the job deletes it."""
+    """Videos reach the list, a player by ranges, the command line and the page; deleting the job deletes them."""
     job = stack.client.submit(ROBOT).id
     assert stack.finish(job).status.phase == "succeeded"
     videos = f"/v1/jobs/{job}/videos"
@@ -237,7 +237,7 @@ def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, enter: A
         assert http.get(first["href"], headers={"Range": "bytes=9999999-"}).status_code == 416
         assert http.get(f"{videos}/7-7.mp4").status_code == 404
         assert first["href"] in http.get(f"/v1/jobs/{job}/samples").json()["videos"]
-        assert httpx.get(f"{stack.stack.url}{first['href']}").status_code == 401, "who has no key sees none"
+        assert httpx.get(f"{stack.stack.url}{first['href']}").status_code == 401, "without a key no video is shown"
     assert stack.cli("videos", job, "--to", str(tmp_path)).exit_code == 0
     assert (tmp_path / "filmed-0-1000000.mp4").read_bytes() == whole.content
 
@@ -282,12 +282,12 @@ VIEWS = {
     "#/deployment/audit": ("td code:text-matches('^(POST|PUT|PATCH|DELETE) /')", ["Deployment", "Audit log"]),
     "#/deployment/health": ("table[aria-label=Limits]", ["Deployment", "Health", "Limits"]),
 }
-"""Every view of ``brief``, a sign that it is complete, and its headings (the first, where metrics make others)."""
+"""For every view of ``brief``: an element that only the complete view has, and its first headings."""
 FEEDBACK = ["Feedback", "What is served", "Answers", "By metric and source", "Held back", "Episodes"]
-"""Headings of the view that only jobs of kind ``online_rl`` have."""
+"""Headings of the feedback view, which only jobs of kind ``online_rl`` have."""
 AXE = Path(__file__).with_name("axe") / "axe.min.js"
 SIZES = {"light": DESKTOP, "dark": PHONE}
-"""Where axe-core tries every rule. In the other scheme of a size it tries those that depend on colours."""
+"""Screen sizes on which axe-core tries every rule. In the other scheme of a size it tries rules on colours."""
 EVERY_RULE: dict[str, Any] = {"resultTypes": ["violations"]}
 COLOURS = {**EVERY_RULE, "runOnly": {"type": "rule", "values": ["color-contrast", "link-in-text-block"]}}
 EXAMINED = """async (rules) => {
@@ -302,11 +302,11 @@ EXAMINED = """async (rules) => {
 
 
 def examine(page: Page, own: str, headings: list[str], *, also: str = "", rules: bool = True) -> dict[str, str]:
-    """Check the view that a page shows; returns scheme -> colour of the background.
+    """Check the view that a page shows; return the colour of the background by colour scheme.
 
-    The view begins with these headings, nothing is wider than the screen, and no rule of axe-core is broken: in the
-    colour scheme ``own``, which the page has afterwards, every rule is tried (with ``rules``), in ``also`` those about
-    colours.
+    The view begins with ``headings``, nothing is wider than the screen, and axe-core finds no violation. axe-core tries
+    every rule in the scheme ``own``, which the page has afterwards (unless ``rules`` is False), and rules on colours in
+    the scheme ``also``.
     """
     if not page.evaluate("'axe' in window"):  # half a megabyte: once for a document, not once for a view
         page.evaluate(f"(() => {{ {AXE.read_text()} }})()")
@@ -330,10 +330,10 @@ def examine(page: Page, own: str, headings: list[str], *, also: str = "", rules:
 
 @pytest.mark.long
 @pytest.mark.parametrize("every", [False, True])
-def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter: Any, brief: str, every: bool) -> None:
-    """No rule of axe-core is broken: each view is loaded on one width and in one scheme; with ``every`` on both.
+def test_views_are_accessible(stack: Any, page: Page, enter: Any, brief: str, every: bool) -> None:
+    """axe-core finds no violation. Each view is loaded at one width in one scheme; with ``every``, at both.
 
-    With ``every`` it then has both schemes, and what the other case tries is not tried again.
+    With ``every`` the colours of both schemes are checked, and rules that the other case tries are not tried again.
     """
     enter(page, stack, where="#/deployment/files")
     titles, backgrounds = set(), set()
@@ -344,7 +344,7 @@ def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter
             quick = number % 2 != (scheme == "dark")
             if not every and not quick:
                 continue
-            page.goto(f"{stack.stack.url}/{view.format(job=brief)}")  # another view of the document that is there
+            page.goto(f"{stack.stack.url}/{view.format(job=brief)}")  # another view of the loaded document
             page.wait_for_selector(f"main {sign} >> visible=true")
             titles.add(page.title())
             also = "".join(SIZES.keys() - {scheme}) if every else ""
@@ -384,7 +384,7 @@ def test_samples_are_read_token_by_token(stack: Any, page: Page, enter: Any, bri
     page.get_by_role("region", name="Difference").wait_for()
     compared = page.get_by_role("table", name="The two compared").locator("tr").filter(has_text="reward")
     assert compared.locator("td").nth(1).inner_text() == f"{detail.reward:g}"
-    tokens.first.click()  # what a pointer shows on hovering, everybody can have read out
+    tokens.first.click()  # a screen reader can read what hovering shows
     for index, key in enumerate(("", "ArrowRight", "End", "ArrowRight", "Home", "ArrowLeft")):
         if key:
             page.get_by_role("region", name=re.compile("^Tokens")).press(key)
@@ -398,7 +398,7 @@ def test_samples_are_read_token_by_token(stack: Any, page: Page, enter: Any, bri
 
 @pytest.mark.long
 def test_older_completions_are_searched(stack: Any, page: Page, enter: Any) -> None:
-    """A text that no loaded completion holds is looked for in those before them."""
+    """If no loaded completion holds a text, the user can search the older completions."""
     job = stack.submit("train.max_updates=5", "checkpoint.every=20000", name="searched")
     assert stack.finish(job).status.phase == "succeeded"
     rows = list(stack.client.samples(job, limit=100))
@@ -414,8 +414,8 @@ def test_older_completions_are_searched(stack: Any, page: Page, enter: Any) -> N
 
 
 @pytest.mark.long
-def test_a_job_file_is_tried_and_submitted(stack: Any, page: Page, enter: Any, brief: str) -> None:
-    """A clone keeps every value of its file; a flaw is shown with its key."""
+def test_a_job_file_is_dry_run_and_submitted(stack: Any, page: Page, enter: Any, brief: str) -> None:
+    """A clone keeps every value of its file; a dry run names the key of a mistake."""
     enter(page, stack, where=f"#/submit?from={brief}")
     file = page.get_by_label("Job file")
     expect(file).to_have_value(re.compile("name: brief-2"))
@@ -432,8 +432,8 @@ def test_a_job_file_is_tried_and_submitted(stack: Any, page: Page, enter: Any, b
     assert stack.finish(job).spec == {**stack.client.get(brief).spec, "name": "brief-2"}
 
 
-def test_an_axis_reads_as_what_it_measures(stack: Any, page: Page) -> None:
-    """No two ticks read the same, and what is 0 throughout lies on an axis from 0 to 1."""
+def test_labels_of_an_axis_read_as_its_values(stack: Any, page: Page) -> None:
+    """Labels of ticks differ and read as their values; a logarithmic axis has a label for each decade."""
     page.goto(stack.stack.url)
     cases = [[0, 2e-4, 4e-4], [0, 0.025, 0.05, 0.075], [0, 1e-7, 2e-7], [1.0001e6, 1.0002e6], [-0.5, 0, 0.5], [3, 4, 5]]
     for values in cases:
@@ -470,20 +470,20 @@ DRAWN = """async () => {
 
 
 @pytest.mark.long
-def test_a_chart_tells_the_newest_of_each_curve_and_stays_zoomed(stack: Any, page: Page) -> None:
+def test_a_chart_shows_the_newest_values_and_stays_zoomed(stack: Any, page: Page) -> None:
     page.goto(stack.stack.url)
     found = page.evaluate(DRAWN)
     assert re.sub(r"\s", "", found["legend"]) == "update3often0.4000once0.5000(at0)"
-    assert (found["zoomed"], found["newest"]) == ([1, 2], 0.5), "new values do not undo what a user zoomed into"
+    assert (found["zoomed"], found["newest"]) == ([1, 2], 0.5), "new values keep the zoom of the user"
     assert found["flat"] == [0, 1]
 
 
-def test_metrics_say_what_they_mean(stack: Any, page: Page, enter: Any, brief: str) -> None:
-    """Numerics and staleness stand apart, each with its sentence; curves run along updates or minutes."""
+def test_metrics_are_explained_and_downloaded(stack: Any, page: Page, enter: Any, brief: str) -> None:
+    """A sentence explains each metric; curves run along updates or minutes; the user can download the values."""
     enter(page, stack, where=f"#/jobs/{brief}/metrics")
     expect(page.locator(".chart[data-title='mismatch/kl'] figcaption")).to_contain_text("computes something else")
-    told = page.evaluate("import('/assets/charts.js').then(({ noteOf }) => noteOf('lag/kl'))")
-    assert "is no error" in told, "of a job this short there may be no such curve"
+    note = page.evaluate("import('/assets/charts.js').then(({ noteOf }) => noteOf('lag/kl'))")
+    assert "is no error" in note, "a job this short may have no such curve"
     page.get_by_label("reward/mean, by policy update. Newest:").wait_for()
     page.get_by_label("Along").select_option("time")
     page.get_by_label(re.compile(r"^reward/mean, by time. Newest: reward/mean \S+ at [\d.]+ minutes")).wait_for()
@@ -505,8 +505,8 @@ LONGEST = {"8": 1, "512": 2, "1024": 3}
 
 
 @pytest.mark.long
-def test_the_page_is_light_and_soon_there(stack: Any, page: Page, enter: Any, brief: str) -> None:
-    """With many jobs and a hundred thousand points: few bytes, none that the first paint waits for."""
+def test_the_page_is_small_and_renders_soon(stack: Any, page: Page, enter: Any, brief: str) -> None:
+    """With many jobs and a hundred thousand points the page loads few bytes, and no script delays the first paint."""
     record = stack.client.get(brief)
     copies = [record.model_copy(update={"id": new_job_id(), "name": f"many-{n}"}) for n in range(NUM_JOBS)]
     names = [f"group{n % 5}/metric_{n}" for n in range(NUM_METRICS)] + ["reward/mean"]
@@ -540,13 +540,13 @@ def test_the_page_is_light_and_soon_there(stack: Any, page: Page, enter: Any, br
         )
         assert len(sizes) > 10
         assert 50_000 < sum(sizes) <= MOST_BYTES, sum(sizes)
-        assert page.locator("table.jobs tbody tr").count() == MOST_ROWS, "more on demand"
+        assert page.locator("table.jobs tbody tr").count() == MOST_ROWS, "the user can ask for more rows"
         head = httpx.get(stack.stack.url).text.split("</head>")[0]
         scripts = re.findall("<script[^>]*>", head)
         assert len(scripts) == 2
-        assert all("defer" in one or 'type="module"' in one for one in scripts), "the first paint waits for no program"
+        assert all("defer" in one or 'type="module"' in one for one in scripts), "the first paint waits for no script"
         paints = page.evaluate("performance.getEntriesByType('paint').map(({ name, startTime }) => [name, startTime])")
-        assert 0 < dict(paints)["first-contentful-paint"] < WAIT_MS, "what the benchmark measures is measured here"
+        assert 0 < dict(paints)["first-contentful-paint"] < WAIT_MS, "what the benchmark measures"
 
         replies: list[Any] = []
         page.on("response", lambda reply: replies.append(reply) if "/metrics?" in reply.url else None)

@@ -1,6 +1,6 @@
-"""The web page acts, in a real browser: on jobs, workers, keys, webhooks, feedback, episodes and dead letters.
+"""Actions on the web page in a real browser: on jobs, workers, keys, webhooks, feedback, episodes and dead letters.
 
-Every dialog that opens on the way is examined by axe-core.
+axe-core examines every dialog that the tests open.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LIVE = {
 
 @pytest.fixture(scope="module")
 def running(stack: Any) -> Iterator[str]:
-    """A job that runs as long as the tests of this file."""
+    """Id of a job that runs as long as the tests of this file."""
     job: str = stack.submit("train.max_updates=200000", "checkpoint.every=200000", "checkpoint.keep=5", name="acted")
     stack.reach(job, 1)
     yield job
@@ -59,7 +59,7 @@ def running(stack: Any) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def live(stack: Any, make_job: Any) -> Iterator[str]:
-    """A job that is served and learns from feedback."""
+    """Id of a job that serves its model and learns from feedback."""
     spec = {**make_job(name="judged"), **LIVE}
     job: str = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
     stack.until(lambda: stack.status(job).phase == "running", "the job runs")
@@ -69,7 +69,7 @@ def live(stack: Any, make_job: Any) -> Iterator[str]:
 
 
 def flawless(page: Page, place: Locator | None = None, schemes: tuple[str, ...] = ("dark", "light")) -> None:
-    """No rule of axe-core is broken, in these colour schemes, by a page or a part of it."""
+    """Check that axe-core finds no violation in these colour schemes, in a page or in the part ``place`` of it."""
     if not page.evaluate("'axe' in window"):
         page.evaluate(f"(() => {{ {AXE.read_text()} }})()")
     for scheme in schemes:
@@ -78,7 +78,7 @@ def flawless(page: Page, place: Locator | None = None, schemes: tuple[str, ...] 
 
 
 def opened(page: Page, title: str | re.Pattern[str]) -> Locator:
-    """The dialog that is open, examined."""
+    """Wait for the dialog with this title, check it with axe-core, and return it."""
     dialog = page.get_by_role("dialog", name=title)
     dialog.wait_for()
     flawless(page, dialog)
@@ -86,19 +86,19 @@ def opened(page: Page, title: str | re.Pattern[str]) -> Locator:
 
 
 def leave(page: Page) -> None:
-    """Close the dialog with the keyboard."""
+    """Close the open dialog with the keyboard."""
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
 
 
 def operation(stack: Any, job: str, kind: str) -> Any:
-    """The newest operation of a kind, once it is over."""
+    """Wait until the newest operation of a kind has ended; return it."""
 
-    def over() -> Any:
+    def ended() -> Any:
         found = [one for one in stack.client.get(job).operations if one.kind == kind]
         return found and found[-1].state in ("succeeded", "failed") and found[-1]
 
-    return stack.until(over, f"the end of {kind}", 120, lambda: stack.client.get(job).operations)
+    return stack.until(ended, f"the end of {kind}", 120, lambda: stack.client.get(job).operations)
 
 
 def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
@@ -118,16 +118,16 @@ def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
     row.locator("summary").click()
     with page.expect_download() as saved:
         row.get_by_role("button", name="model.safetensors").click()
-    kept = {file["name"]: file["sha256"] for file in stack.client.checkpoint(running, 0)["files"]}
+    hashes = {file["name"]: file["sha256"] for file in stack.client.checkpoint(running, 0)["files"]}
     data = Path(saved.value.path()).read_bytes()
     assert saved.value.suggested_filename == "model.safetensors"
-    assert hashlib.sha256(data).hexdigest() == kept["model.safetensors"]
+    assert hashlib.sha256(data).hexdigest() == hashes["model.safetensors"]
     with page.expect_download() as saved:
         page.get_by_role("button", name="Download checkpoint 0").click()
     assert saved.value.suggested_filename == "acted-0.tar"
     saved.value.save_as(tmp_path / "all.tar")
     with tarfile.open(tmp_path / "all.tar") as archive:
-        assert set(kept) <= {Path(name).name for name in archive.getnames()}
+        assert set(hashes) <= {Path(name).name for name in archive.getnames()}
 
     page.get_by_role("button", name="Delete checkpoint 0").wait_for()
     before = stack.status(running).step
@@ -137,8 +137,8 @@ def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
     page.get_by_text("Rolling back is asked for.").wait_for()
     assert operation(stack, running, "rollback").state == "succeeded"
     forks = [event for event in stack.ledger(running) if isinstance(event, LineageForked)]
-    assert forks, "the ledger has another branch"
-    stack.until(lambda: stack.status(running).phase == "running", "it trains on")
+    assert forks, "the ledger records a fork"
+    stack.until(lambda: stack.status(running).phase == "running", "the job trains again")
     page.get_by_role("link", name="Job file").click()
     page.get_by_text(re.compile(r'^rollback {"checkpoint":0.*}: succeeded')).wait_for()
     assert before >= newest
@@ -162,8 +162,8 @@ def test_workers_are_scaled_and_dialogs_of_a_job_are_left(stack: Any, page: Page
     assert stack.status(running).phase == "running"
 
 
-def test_a_worker_says_what_it_waits_for(stack: Any, page: Page, enter: Any) -> None:
-    """A trainer that gets no batch, because a scorer does not answer: in the table and on its strip."""
+def test_the_page_shows_what_a_worker_waits_for(stack: Any, page: Page, enter: Any) -> None:
+    """A trainer gets no batch because a scorer hangs: the table and the strip of the trainer show the reason."""
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:hangs"}], "timeout_s": 600, "processes": 1}
     job = stack.submit(name="waiting", reward=reward)
 
@@ -175,9 +175,9 @@ def test_a_worker_says_what_it_waits_for(stack: Any, page: Page, enter: Any) -> 
     enter(page, stack, where=f"#/jobs/{job}/workers")
     cell = page.locator("tr[data-key=trainer-0] td[data-label='waits for']")
     expect(cell).to_have_text(re.compile("."))
-    told = wait()
-    expect(cell).to_have_text(told)
-    general = re.sub(r"(?<=[ (])\d[\d.]*", "…", told)
+    reason = wait()
+    expect(cell).to_have_text(reason)
+    general = re.sub(r"(?<=[ (])\d[\d.]*", "…", reason)
     strip = page.locator(".strip[data-key=trainer-0]:has(.span)")
     expect(strip.locator(".strip-text")).to_have_text(
         re.compile(rf"^busy \d+ %, .*waiting for {re.escape(general)} \d+ %")
@@ -186,7 +186,7 @@ def test_a_worker_says_what_it_waits_for(stack: Any, page: Page, enter: Any) -> 
         strip.get_by_role("img", name=re.compile(f"^trainer-0: busy .*waiting for {re.escape(general)}"))
     ).to_be_visible()
     spans = strip.locator(".span.waiting")
-    expect(spans.last).to_have_attribute("title", re.compile(rf"^waiting, for {re.escape(told)}: \d+ s"))
+    expect(spans.last).to_have_attribute("title", re.compile(rf"^waiting, for {re.escape(reason)}: \d+ s"))
     stack.client.cancel(job, force=True)
     stack.finish(job)
 
@@ -205,18 +205,18 @@ def test_logs_show_the_lines_of_the_services(stack: Any, page: Page, enter: Any,
     expect(line).to_have_count(0)
 
 
-def test_keys_are_made_and_revoked(stack: Any, page: Page, enter: Any) -> None:
+def test_keys_are_created_and_revoked(stack: Any, page: Page, enter: Any) -> None:
     enter(page, stack, where="#/deployment/keys")
     page.get_by_role("button", name="Make a key").click()
     dialog = opened(page, "Make a key")
     dialog.get_by_label("Name", exact=True).fill("reader")
     dialog.get_by_role("button", name="Make it").click()
     dialog = opened(page, "The key, shown this once")
-    made = dialog.locator("pre").inner_text()
+    key = dialog.locator("pre").inner_text()
     dialog.get_by_role("button", name="I have stored it").click()
     row = page.get_by_role("table", name="Keys").locator("tbody tr")
     expect(row).to_contain_text("jobs:read, metrics:read")
-    with httpx.Client(base_url=stack.stack.url, headers={"Authorization": f"Bearer {made}"}, timeout=60) as http:
+    with httpx.Client(base_url=stack.stack.url, headers={"Authorization": f"Bearer {key}"}, timeout=60) as http:
         assert http.get("/v1/jobs").status_code == 200
         assert http.post("/v1/jobs", json={}).status_code == 403, "it may only read"
         page.get_by_role("button", name="Revoke reader").click()
@@ -227,7 +227,7 @@ def test_keys_are_made_and_revoked(stack: Any, page: Page, enter: Any) -> None:
 
 @pytest.fixture
 def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Address of a server that takes webhooks, and what it was sent."""
+    """Address of a server that accepts webhooks, and the list of the bodies that it received."""
     sent: list[dict[str, Any]] = []
 
     class Receiver(BaseHTTPRequestHandler):
@@ -237,7 +237,7 @@ def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
     serving = threading.Thread(target=server.serve_forever)
@@ -272,19 +272,19 @@ def test_webhooks_are_added_tested_and_forgotten(stack: Any, page: Page, enter: 
 
 
 def test_dead_letters_are_shown_replayed_and_forgotten(stack: Any, page: Page, enter: Any, running: str) -> None:
-    """One that the job kept itself, because nobody can read it, and one of a draw, whose prompt is asked for again."""
+    """The user forgets a dead letter that cannot be decoded, and replays one of a draw, whose prompt is drawn again."""
     reason = {"Penstock-Stream": subjects.TICKETS, "Penstock-Attempts": "3", "Penstock-Reason": "max deliveries"}
     of_draw = {**reason, "Penstock-Sequence": "9", DRAW_HEADER: "0.0"}
     stack.on_bus(lambda bus: bus.publish(subjects.experience(running), b"x", headers={"Penstock-Group": "[1"}))
-    stack.until(lambda: stack.client.dead_letters.list(running), "the job keeps it")
+    stack.until(lambda: stack.client.dead_letters.list(running), "the dead letter of the job")
     stack.on_bus(lambda bus: bus.publish(subjects.dead(running), b"abc", headers=of_draw))
-    kept, drawn = stack.client.dead_letters.list(running)
+    undecodable, drawn = stack.client.dead_letters.list(running)
     enter(page, stack, where=f"#/jobs/{running}/events")
     table = page.get_by_role("table", name="Dead letters")
-    row = table.locator(f"tr[data-key='{kept.id}']")
+    row = table.locator(f"tr[data-key='{undecodable.id}']")
     expect(row).to_contain_text("undecodable: Penstock-Group header does not decode")
     row.get_by_role("button", name="show").click()
-    dialog = opened(page, f"Dead letter {kept.id}")
+    dialog = opened(page, f"Dead letter {undecodable.id}")
     assert json.loads(dialog.locator("pre").inner_text())["content"] == "x"
     dialog.get_by_role("button", name="Close").click()
     row.get_by_role("button", name="forget").click()
@@ -318,7 +318,7 @@ def test_episodes_are_opened_and_their_turns_shown(stack: Any, page: Page, enter
 
 
 def answered(http: httpx.Client, url: str, body: dict[str, Any]) -> Any:
-    """The reply of a job that is served; None until it is."""
+    """Return the reply of a served model; None until there is one."""
     try:
         reply = http.post(url, json=body)
     except httpx.TransportError:
@@ -326,43 +326,43 @@ def answered(http: httpx.Client, url: str, body: dict[str, Any]) -> Any:
     return reply.json() if reply.is_success else None
 
 
-def test_feedback_that_is_held_back_is_released_and_dropped(stack: Any, page: Page, enter: Any, live: str) -> None:
-    """Outliers wait for a person, who decides about one in the view of the job, about the other in that of all."""
+def test_quarantined_feedback_is_released_and_dropped(stack: Any, page: Page, enter: Any, live: str) -> None:
+    """The user releases one outlier in the view of the job, and drops the other one in the view of all jobs."""
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
         url, body = f"{stack.stack.url}/v1/completions", {"model": live, "prompt": "1+2="}
         asked = [stack.until(lambda: answered(http, url, body), "an answer", 90)["id"] for _ in range(2)]
     for number in range(12):
         stack.client.feedback("score", 0.01 * (-1) ** number, inference=new_marked_id(live))
-    odd = [stack.client.feedback("score", 1.0, inference=one).feedback_id for one in asked]
+    outliers = [stack.client.feedback("score", 1.0, inference=one).feedback_id for one in asked]
 
     def status(feedback: str) -> str:
         return str(stack.client.feedback_status(feedback).status)
 
-    stack.until(lambda: [status(one) for one in odd] == ["quarantined"] * 2, "both are held back")
+    stack.until(lambda: [status(one) for one in outliers] == ["quarantined"] * 2, "both are quarantined")
     enter(page, stack, where=f"#/jobs/{live}/feedback")
     rows = page.get_by_role("table", name="Feedback that is held back").locator("tbody tr")
     expect(rows).to_have_count(2)
     expect(rows.first).to_contain_text("outlier: 1 is ")
-    page.locator(f"tr[data-key='{odd[0]}']").get_by_role("button", name="release").click()
+    page.locator(f"tr[data-key='{outliers[0]}']").get_by_role("button", name="release").click()
     page.get_by_text("Feedback: release is on disk.").wait_for()
     expect(rows).to_have_count(1)
     page.goto(f"{stack.stack.url}/#/deployment/quarantine")
-    row = page.locator(f"tr[data-key='{odd[1]}']")  # others may be held back, too
+    row = page.locator(f"tr[data-key='{outliers[1]}']")  # other items may be quarantined, too
     row.get_by_role("button", name="drop").click()
     expect(row).to_have_count(0)
     stack.until(
-        lambda: status(odd[0]) in ("matched", "admitted", "trained"), "one is released", 60, lambda: status(odd[0])
+        lambda: status(outliers[0]) in ("matched", "admitted", "trained"), "a release", 60, lambda: status(outliers[0])
     )
-    stack.until(lambda: status(odd[1]) == "rejected", "the other one is dropped", 60, lambda: status(odd[1]))
+    stack.until(lambda: status(outliers[1]) == "rejected", "a drop", 60, lambda: status(outliers[1]))
 
 
 SHOWN = {"jobs": "Jobs", "overview": "Conditions", "workers": "Services", "checkpoints": "Checkpoints",
          "audit": "Requests that changed something"}  # fmt: skip
-"""The table of a view that is there whatever its job does. Other tables come with what they show."""
+"""Table that a view always has, whatever its job does; other tables appear only with content."""
 
 
-def test_the_pictures_of_the_manual_show_this_page(stack: Any, page: Page, enter: Any, running: str, live: str) -> None:
-    """Tabs, headings, fields, buttons and columns are those that were on the pictures when they were taken."""
+def test_the_screenshots_of_the_manual_are_current(stack: Any, page: Page, enter: Any, running: str, live: str) -> None:
+    """Tabs, headings, fields, buttons and columns are the same as when the screenshots were taken."""
     pictures = screenshots()
     recorded = json.loads((pictures.FOLDER / "structure.json").read_text())
     assert recorded.keys() == pictures.VIEWS.keys()
@@ -385,7 +385,7 @@ def test_the_pictures_of_the_manual_show_this_page(stack: Any, page: Page, enter
 
 
 def screenshots() -> Any:
-    """The program that takes the pictures of the manual."""
+    """Load the program that takes the screenshots of the manual."""
     spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
     assert spec is not None
     assert spec.loader is not None
@@ -395,7 +395,7 @@ def screenshots() -> Any:
 
 
 def differences(recorded: dict[str, Any], found: dict[str, Any], table: str | None) -> dict[str, Any]:
-    """Parts of a view that are others now than on its picture; of tables, those that are on both."""
+    """Return the parts of a view that differ from its screenshot; compare the tables that both have."""
     parts = {name: (recorded[name], found[name]) for name in ("tabs", "headings", "fields", "buttons")}
     shared = recorded["tables"].keys() & found["tables"].keys()
     parts |= {name: (recorded["tables"][name], found["tables"][name]) for name in shared}
@@ -404,8 +404,8 @@ def differences(recorded: dict[str, Any], found: dict[str, Any], table: str | No
     return {name: (before, now) for name, (before, now) in parts.items() if before != now}
 
 
-def test_the_key_dialog_and_the_document_of_the_api_are_for_everybody(stack: Any, page: Page) -> None:
-    """Nothing on a phone is wider than its screen, with every operation unfolded."""
+def test_the_key_dialog_and_the_page_of_the_api_are_accessible(stack: Any, page: Page) -> None:
+    """axe-core finds no violation. Nothing is wider than the screen of a phone, with every operation unfolded."""
     page.goto(stack.stack.url)
     opened(page, "API key")
     for width, scheme in ((1440, "light"), (390, "dark")):
@@ -414,4 +414,4 @@ def test_the_key_dialog_and_the_document_of_the_api_are_for_everybody(stack: Any
         page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
         flawless(page, schemes=(scheme,))
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        assert "`" not in page.inner_text("main"), "what is code looks like code"
+        assert "`" not in page.inner_text("main"), "code is rendered as code"

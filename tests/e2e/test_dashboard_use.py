@@ -1,4 +1,4 @@
-"""The web page as it is read, in a real browser: by keyboard alone, and its pictures against the numbers they show."""
+"""The web page in a real browser: use by keyboard alone, and charts and tables compared with the numbers they show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.b
 
 KEY = "e2e-key"
 LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
-"""A job that the test ends itself, however slow or fast the machine is."""
+"""Changes that make a job so long that only the test ends it, however fast the machine is."""
 PARTS = [
     {"type": "format", "pattern": "[0-4+].*", "name": "begins"},
     {"type": "format", "pattern": ".*[5-9]", "name": "ends", "weight": 0.5},
@@ -39,7 +39,7 @@ FOCUSED = """() => {
 
 @pytest.fixture(scope="module")
 def used(stack: Any) -> str:
-    """A job that was cancelled after some updates. Versions changed while some of its completions were written."""
+    """Id of a job that was cancelled after some updates; some of its completions were written by several versions."""
     reward = {"scorers": PARTS, "processes": 1}
     changes = ["train.max_lag=2", "sampling.max_new_tokens=20", "train.max_updates=20000", "checkpoint.every=20000"]
     job: str = stack.submit(*changes, name="used", reward=reward, metadata={"owner": "eve"})
@@ -51,14 +51,14 @@ def used(stack: Any) -> str:
 
 
 def mixed(stack: Any, job: str) -> Any:
-    """A completion that several versions wrote; None as long as there is none."""
+    """Return a completion that several versions wrote, or None."""
     rows = stack.client.samples(job, limit=100)
     return next((row for row in rows if row.min_version != row.max_version), None)
 
 
 @pytest.fixture(scope="module")
 def compared(stack: Any) -> str:
-    """A job of two completions to a prompt, many of which got the same reward: these were dropped for others."""
+    """Id of a job with two completions per prompt; dynamic sampling replaced groups whose rewards were equal."""
     algorithm = {"group_size": 2, "dynamic_sampling": {}}
     job: str = stack.submit("train.max_updates=4", name="compared", seed=5, algorithm=algorithm)
     assert stack.finish(job, 120).status.phase == "succeeded"
@@ -66,7 +66,7 @@ def compared(stack: Any) -> str:
 
 
 def walk(page: Page, name: str, *, back: bool = False) -> None:
-    """Press Tab until what has this name has the focus. Wherever the focus comes, it is seen."""
+    """Press Tab until the element with this name has the focus; check that each focused element is visible."""
     passed = []
     for _ in range(MOST_STEPS):
         page.keyboard.press("Shift+Tab" if back else "Tab")
@@ -83,7 +83,7 @@ def walk(page: Page, name: str, *, back: bool = False) -> None:
 def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     stack: Any, page: Page, used: str, compared: str
 ) -> None:
-    """No pointer, and no focus that a program sets: Tab, Shift-Tab, Enter, Escape and the arrow keys."""
+    """The test uses only Tab, Shift-Tab, Enter, Escape and the arrow keys, and sets no focus by a script."""
     page.goto(stack.stack.url)
     page.wait_for_selector("#ask-key[open]")
     page.keyboard.type(KEY)
@@ -96,7 +96,7 @@ def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     walk(page, "Samples")
     page.keyboard.press("Enter")
     page.locator(".tokens").wait_for()
-    assert page.evaluate(FOCUSED)["name"] == "Samples", "on from the tab that was chosen"
+    assert page.evaluate(FOCUSED)["name"] == "Samples", "the focus stays on the chosen tab"
 
     walk(page, r".*, \d\d tokens.*")
     page.keyboard.press("Enter")
@@ -114,7 +114,7 @@ def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     walk(page, "compare")
     page.keyboard.press("Enter")
     page.get_by_role("region", name="Difference").wait_for()
-    assert page.evaluate(FOCUSED)["name"] == "compare", "where it was, although the view was drawn again"
+    assert page.evaluate(FOCUSED)["name"] == "compare", "the focus stays, although the page redraws the view"
     walk(page, "Difference")
     walk(page, "The two compared")
 
@@ -131,11 +131,11 @@ def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     page.keyboard.press("Escape")
     expect(page.get_by_role("dialog")).to_have_count(0)
     assert page.evaluate(FOCUSED) == {"name": opener, "outlined": True, "seen": True}
-    assert {row.id for row in stack.client.list()} == jobs, "what was left was not done"
+    assert {row.id for row in stack.client.list()} == jobs, "a dialog that was left does nothing"
 
 
 def shares_of_lag(stack: Any, job: str, newest: int) -> list[float]:
-    """Shares of groups by lag over the newest trained batches of a job, as its ledger has them."""
+    """Return the share of groups at each lag, over the ``newest`` last trained batches in the ledger of a job."""
     events = stack.ledger(job)
     trained = {event.number for event in events if isinstance(event, BatchTrained)}
     batches = [event for event in events if isinstance(event, BatchSealed) and event.number in trained]
@@ -145,14 +145,14 @@ def shares_of_lag(stack: Any, job: str, newest: int) -> list[float]:
 
 
 def percents(page: Page, name: str) -> list[float]:
-    """Numbers of a table of bars, as they are written."""
+    """Return the numbers in a table of bars, as the page shows them."""
     rows = page.get_by_role("table", name=name).locator("td.number")
     rows.first.wait_for()
     return [float(text.split()[0].replace(",", "")) for text in rows.all_inner_texts()]
 
 
 def lengths(page: Page, name: str) -> list[float]:
-    """Lengths of the bars of a table, in percent of their room."""
+    """Return the lengths of the bars of a table, in percent of the cell."""
     return (
         page.get_by_role("table", name=name)
         .locator(".bar")
@@ -171,7 +171,7 @@ def test_lags_and_drops_are_those_of_the_ledger(stack: Any, page: Page, enter: A
     page.get_by_text(f"over the newest {min(50, stack.status(used).step)} measured updates").wait_for()
 
     events = stack.ledger(compared)
-    last = max(place for place, event in enumerate(events) if isinstance(event, BatchTrained))
+    last = max(index for index, event in enumerate(events) if isinstance(event, BatchTrained))
     dropped = [event for event in events if isinstance(event, Dropped) and event.reason == "no_signal"]
     counted = [event for event in events[:last] if isinstance(event, Dropped) and event.reason == "no_signal"]
     by_length = Counter(1 << (length - 1).bit_length() for event in counted for length in event.lengths)
@@ -187,12 +187,12 @@ def test_lags_and_drops_are_those_of_the_ledger(stack: Any, page: Page, enter: A
 
 
 NUM_ROWS = 10_050
-"""Updates of which each dropped something: more than one reply about metrics holds."""
+"""Updates that each dropped something: more than one reply about metrics holds."""
 
 
 @pytest.mark.long
 def test_lags_and_drops_of_a_long_job_count_each_update_once(stack: Any, page: Page, enter: Any, compared: str) -> None:
-    """Shares are means over the newest fifty updates that have some: an evaluation between them has none."""
+    """Shares are means over those of the newest fifty rows that have shares; rows of evaluations have none."""
     record = stack.client.get(compared)
     copy = record.model_copy(update={"id": new_job_id(), "name": "long-ago"})
     lags = [{"lag/share_0": 0.25, "lag/share_1": 0.75}, {"lag/share_0": 1.0}, {}]
@@ -229,15 +229,18 @@ COLOURS = "all => all.map((one) => getComputedStyle(one).backgroundColor)"
 
 
 def opacity(colour: str) -> float:
-    """How strong a colour of a token is: its alpha."""
+    """Return the alpha of the colour of a token: how strong the colour is."""
     if colour == "transparent":
         return 0.0
     found = re.search(r"/ ([\d.e-]+)\)$|rgba\(.*, ([\d.e-]+)\)$", colour)
     return float(found[1] or found[2]) if found else 1.0
 
 
-def test_colours_of_tokens_differ_as_their_values_do(stack: Any, page: Page, enter: Any, used: str) -> None:
-    """The less likely a token, the stronger; the same for all of one advantage, and of the other sign another hue."""
+def test_colours_of_tokens_follow_their_values(stack: Any, page: Page, enter: Any, used: str) -> None:
+    """A token that is less likely has a stronger colour. All tokens of a completion have the colour of its advantage.
+
+    Advantages of different signs have different hues.
+    """
     rows = stack.client.samples(used, limit=100)
 
     def spread(row: Any) -> float:
@@ -291,7 +294,7 @@ def test_colours_of_tokens_differ_as_their_values_do(stack: Any, page: Page, ent
 
 
 def test_a_difference_holds_both_texts(stack: Any, page: Page, enter: Any, used: str) -> None:
-    """Without what is inserted it is the opened completion, without what is deleted the other one."""
+    """Without its insertions a difference is the opened completion; without its deletions it is the other one."""
     enter(page, stack, where=f"#/jobs/{used}/samples")
     page.locator(".tokens .token").first.wait_for()
     detail = stack.client.sample(used, page.url.rsplit("/", 1)[1])
@@ -319,7 +322,7 @@ LEFT = """(place, gone) => {
 
 
 def test_a_difference_of_long_texts_loses_nothing(stack: Any, page: Page) -> None:
-    """Texts of more words than are compared one by one."""
+    """The texts have more words than the page compares one by one."""
     page.goto(stack.stack.url)
     one = " ".join(f"w{n}" for n in range(1800))
     other = one.replace("w100 ", "").replace("w1700", "changed") + " and more"
@@ -345,7 +348,7 @@ RECORDED = """(() => {
     return plot;
   } });
 })()"""
-"""Keep every plot of the page, to look at what it draws."""
+"""Record every plot of the page, so that a test can read what the plot draws."""
 CURVE = """(title) => {
   const place = document.querySelector(`.chart[data-title='${title}'] .plot`);
   const plot = window.plots.filter((one) => place.contains(one.root)).at(-1);
@@ -432,7 +435,7 @@ def test_two_jobs_that_trained_are_two_curves(stack: Any, page: Page, enter: Any
 
 
 def test_jobs_are_found_by_kind_and_text_and_say_when_they_end(stack: Any, page: Page, enter: Any, used: str) -> None:
-    """A job that runs has a bar that grows, and the time that is left by the coordinator's estimate."""
+    """A running job has a progress bar, and the time left by the estimate of the coordinator."""
     job = stack.submit(*LONG, name="running-still")
     stack.reach(job, 2)
     enter(page, stack)

@@ -1,4 +1,4 @@
-"""The demos of README.md, docs/cli.md and docs/embodied.md, to their ends: what they promise is what happens."""
+"""The demos of README.md, docs/cli.md and docs/embodied.md run to their end and keep what these pages promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1000)]
 
 LIMIT_S = 900
-"""They take about a minute where nothing else runs, beside a flood two; the online ones give up 60 s before."""
+"""A demo takes one or two minutes on an idle machine; the online demos give up 60 s before this limit."""
 LINE = re.compile(
     r" running +update (\d+)/600 +version (\d+) .*reward .*lag \d.* tokens/s .*queues: \d+ tickets, \d+ groups"
 )
@@ -27,19 +27,19 @@ def run(*words: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def demo(*words: str, directory: Path) -> tuple[dict[str, Any], str]:
-    """The summary of ``penstock demo``, and what it said meanwhile; it succeeded."""
+    """Run ``penstock demo`` and check that it succeeds; return its summary and its output on stderr."""
     result = run(*words, directory=directory)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-4000:]}"
     assert "error:" not in result.stderr
     found = json.loads(result.stdout)
     assert found["ok"] is True
-    assert found["books"] is True
+    assert found["audit"] is True
     assert found["data_dir"] == str(directory)
     return found, result.stderr
 
 
 def test_a_small_model_learns_to_add(tmp_path: Path) -> None:
-    found, told = demo(directory=tmp_path)
+    found, output = demo(directory=tmp_path)
     reward, equation = found["reward"], found["equation"]
     assert (found["phase"], found["name"]) == ("succeeded", "addition")
     assert reward["first"] <= 0.5
@@ -51,18 +51,18 @@ def test_a_small_model_learns_to_add(tmp_path: Path) -> None:
     assert equation["drawn"] == equation["trained"] + sum(equation["dropped"].values()) + equation["in_flight"]
     assert equation["in_flight"] == 0
     assert (Path(found["checkpoint"]) / "COMMIT").is_file()
-    lines = [(int(step), int(version)) for step, version in LINE.findall(told)]
+    lines = [(int(step), int(version)) for step, version in LINE.findall(output)]
     assert len(lines) >= 3
     assert len({step for step, _ in lines}) == len(lines), "no update twice"
     assert all(version == step for step, version in lines)
 
 
-def test_a_goal_that_is_missed_is_told(tmp_path: Path) -> None:
+def test_a_missed_goal_is_reported(tmp_path: Path) -> None:
     words = ("--set", "train.max_updates=3", "--set", "warm_start.steps=5")
     result = run(*words, directory=tmp_path)
     assert result.returncode == 1
     found = json.loads(result.stdout)
-    assert (found["ok"], found["phase"], found["books"], found["updates"]) == (False, "succeeded", True, 3)
+    assert (found["ok"], found["phase"], found["audit"], found["updates"]) == (False, "succeeded", True, 3)
     assert found["reward"]["reached"] is False
     assert result.stderr.splitlines()[-1].startswith(
         "error: the goal was missed: a mean sampled reward of at least 0.9"
@@ -81,8 +81,8 @@ def test_a_policy_that_vllm_serves_learns_from_its_users(tmp_path: Path, python_
 
 
 def check_online(directory: Path, *words: str) -> None:
-    """Run the online demo with these words on its command line: it learns, and its books hold."""
-    found, told = demo("online", "--set", "seed=0", "--limit-s", str(LIMIT_S - 60), *words, directory=directory)
+    """Run the online demo with ``words`` on its command line; check that it learns and that its audit passes."""
+    found, output = demo("online", "--set", "seed=0", "--limit-s", str(LIMIT_S - 60), *words, directory=directory)
     accepted = found["accepted"]
     assert accepted["first"] <= accepted["start"] == 0.35
     assert accepted["last"] >= accepted["goal"] == 0.8
@@ -93,12 +93,12 @@ def check_online(directory: Path, *words: str) -> None:
     assert counts["posted"] >= found["answers"]
     assert min(counts["late"], counts["twice"], counts["corrected"]) > 0
     assert found["equation"]["trained"] > 0
-    rates = [float(row.split()[3]) for row in told.splitlines() if re.fullmatch(r" +[\d.]+( +[\d.]+){7}", row)]
-    assert rates[0] <= accepted["start"], "it begins as badly as it was shown"
+    rates = [float(row.split()[3]) for row in output.splitlines() if re.fullmatch(r" +[\d.]+( +[\d.]+){7}", row)]
+    assert rates[0] <= accepted["start"], "the first rate is no better than the warm start"
     assert rates[-1] >= accepted["goal"]
 
 
-def test_a_flood_of_inverted_feedback_does_not_turn_it(tmp_path: Path) -> None:
+def test_a_flood_of_inverted_feedback_does_not_invert_the_policy(tmp_path: Path) -> None:
     found, _ = demo("online", "--hostile", "--set", "seed=2", "--limit-s", str(LIMIT_S - 60), directory=tmp_path)
     accepted = found["accepted"]
     assert accepted["first"] <= accepted["start"] == 0.35
@@ -109,11 +109,11 @@ def test_a_flood_of_inverted_feedback_does_not_turn_it(tmp_path: Path) -> None:
 
 
 def test_a_robot_arm_learns_and_is_filmed(tmp_path: Path) -> None:
-    found, told = demo("robot", directory=tmp_path)
+    found, output = demo("robot", directory=tmp_path)
     assert (found["phase"], found["name"]) == ("succeeded", "metaworld-reach-ppo")
     assert found["reward"]["first"] <= 0.3
     assert found["reward"]["last"] >= found["reward"]["goal"] == 0.9
     assert found["evaluation"]["eval/success"]["last"] >= 0.9
     film = Path(found["video"])
-    assert film.name == f"{found['version']}-1000000.mp4", told[-2000:]
+    assert film.name == f"{found['version']}-1000000.mp4", output[-2000:]
     assert film.read_bytes()[4:8] == b"ftyp"

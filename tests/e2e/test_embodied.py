@@ -1,4 +1,4 @@
-"""Embodied jobs through all services: they learn, the books hold, a replay is equal, and any process may die."""
+"""Embodied jobs through all services: they learn, the audit passes, a replay is equal, and any process may die."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ SERVICES = ("coordinator-0", "rollout-0", "env-0", "trainer-0")
 VICTIMS = ("simulators", *SERVICES, "nats")
 ENDLESS = ("train.max_updates=100000", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200")
 FURTHER, LAST = 3, 12
-"""Updates between two victims, and after the last one; the status may be half a second old."""
+"""Updates between two faults, and after the last fault; the status may be half a second old."""
 CUT = "connection to NATS at"
 RESET_LIMIT_S = 230.0
-"""Longer than a worker waits for a reset of simulators."""
+"""Longer than a rollout worker waits for a reset of its simulators."""
 STALL_S = 5.0
-"""Longer than the leases of trainer and coordinator."""
+"""Longer than the leases of the trainer and the coordinator."""
 
 
 def submit(stack: Any, *changes: str) -> str:
-    """Submit the job above with changes; returns its id."""
+    """Submit the job above with changes; return its id."""
     job: str = stack.client.submit(with_overrides(copy.deepcopy(JOB), list(changes))).id
     return job
 
@@ -58,7 +58,7 @@ def test_a_policy_in_a_simulator_is_trained_like_any_other(stack: Any) -> None:
     job = submit(stack)
     record = stack.finish(job)
     assert (record.status.phase, record.status.step) == ("succeeded", 6), record.status
-    audit = stack.check_books(job)
+    audit = stack.check_audit(job)
     assert audit["equation"]["trained"] == 48
     stack.check_replay(job, at_least=6)
     described = next(event for event in stack.ledger(job) if isinstance(event, JobStarted)).environment
@@ -67,7 +67,7 @@ def test_a_policy_in_a_simulator_is_trained_like_any_other(stack: Any) -> None:
     assert all(0 < length <= 100 for length in series["episode/length"] if length is not None)
     assert [value for value in series["eval/length"] if value is not None], "held-out episodes at the start and the end"
     first = next(value for value in series["mismatch/kl"] if value is not None)
-    assert abs(first) < 1e-6, "version 0 acted and is trained: trainer and rollout worker are one policy"
+    assert abs(first) < 1e-6, "trainer and rollout worker compute the same log-probs for version 0"
     shown = stack.cli("samples", job, "--json")
     assert "CartPole" in stack.cli("describe", job).output
     assert shown.exit_code == 0, shown.output
@@ -95,8 +95,8 @@ def test_a_job_that_does_not_fit_its_simulator_is_refused(stack: Any, change: st
 @pytest.mark.parametrize(
     "algorithm", ["{type: grpo, group_size: 8, epochs: 2, minibatches: 2}", "{type: ppo, epochs: 2}"]
 )
-def test_a_policy_is_trained_on_what_a_camera_sees(stack: Any, algorithm: str) -> None:
-    """Groups of episodes with images, of more than one message where there are eight in a group."""
+def test_a_policy_is_trained_on_images_of_a_camera(stack: Any, algorithm: str) -> None:
+    """Groups hold episodes with images; a group of eight takes more than one message."""
     job = submit(
         stack, "environment.image={height: 48, width: 72, grey: true, frames: 2}", "environment.bytes_per_step=7168",
         "environment.horizon=30", "policy.observations=[image]", "policy.encoder={channels: [4, 4], features: 8}",
@@ -104,13 +104,13 @@ def test_a_policy_is_trained_on_what_a_camera_sees(stack: Any, algorithm: str) -
     )  # fmt: skip
     status = stack.finish(job, 150).status
     assert (status.phase, status.step) == ("succeeded", 4), status
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=4)
     described = next(event for event in stack.ledger(job) if isinstance(event, JobStarted)).environment
     assert described["observations"]["image"] == [[48, 72, 2], "uint8"]
     series = stack.client.metrics(job)["series"]
     first = next(value for value in series["mismatch/kl"] if value is not None)
-    assert abs(first) < 1e-6, "worker and trainer see alike"
+    assert abs(first) < 1e-6, "trainer and rollout worker compute the same log-probs"
 
 
 @pytest.mark.long
@@ -132,7 +132,7 @@ def test_any_process_may_die_in_mid_episode(stack: Any) -> None:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
-    """The victim stops for so long that somebody gives up on it, and then goes on, if it still lives."""
+    """The victim stops until another process gives up on it, and then continues, if it still lives."""
     job = submit(
         stack, "train.max_updates=16", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200",
         "environment.step_limit_s=4", "train.draw_timeout_s=8",
@@ -141,7 +141,7 @@ def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
     hang(stack, job, victim)
     record = stack.finish(job, 200)
     assert (record.status.phase, record.status.step) == ("succeeded", 16), record.status
-    stack.check_books(job)
+    stack.check_audit(job)
     events = stack.ledger(job)
     assert [event.number for event in events if isinstance(event, BatchTrained)] == list(range(1, 17))
     assert not any(isinstance(event, LineageForked) for event in events), "a trainer that went on gave other digests"
@@ -149,7 +149,7 @@ def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
 
 
 def check_end(stack: Any, job: str) -> None:
-    """The job goes on, ends after a few more updates, and each update counts once; restarted processes took over."""
+    """Check that a job ends after a few more updates, that each counts once, and that restarted processes took over."""
     stack.reach(job, stack.status(job).step + FURTHER)
     total = int(stack.status(job).step) + LAST
     stack.client.amend(job, {"train": {"max_updates": total}})
@@ -158,7 +158,7 @@ def check_end(stack: Any, job: str) -> None:
 
 
 def kill_simulators(stack: Any, job: str) -> None:
-    """Kill all of them until episodes are lost; those that play none at the moment are only started again."""
+    """Kill all simulators until episodes are lost; a simulator that plays no episode is only restarted."""
     failed = stack.status(job).draws["dropped"].get("failed", 0)
 
     def lost() -> bool:
@@ -171,7 +171,7 @@ def kill_simulators(stack: Any, job: str) -> None:
 
 
 def hang(stack: Any, job: str, victim: str) -> None:
-    """Stop a process until what waits for it has noticed."""
+    """Stop a process until another process that waits for it has noticed."""
     if victim == "simulators":  # the env service kills them after environment.step_limit_s
         children = simulators(stack)
         assert children
@@ -180,14 +180,14 @@ def hang(stack: Any, job: str, victim: str) -> None:
         stack.until(lambda: not any(child.is_running() for child in children), "the end of hung simulators")
         return
     if victim in ("coordinator-0", "nats"):
-        hang_the_middle(stack, victim)
+        hang_coordinator_or_broker(stack, victim)
         return
     gone = f"of job {job} is gone"
-    dropped, told = sum(stack.status(job).draws["dropped"].values()), stack.log("rollout-0").count(gone)
+    dropped, count = sum(stack.status(job).draws["dropped"].values()), stack.log("rollout-0").count(gone)
     with stack.frozen(victim):
         if victim == "env-0":
             stack.until(
-                lambda: stack.log("rollout-0").count(gone) > told, "the worker to give its session up", RESET_LIMIT_S
+                lambda: stack.log("rollout-0").count(gone) > count, "the worker to give its session up", RESET_LIMIT_S
             )
         elif victim == "rollout-0":
             stack.until(
@@ -197,28 +197,28 @@ def hang(stack: Any, job: str, victim: str) -> None:
             time.sleep(STALL_S)
 
 
-def hang_the_middle(stack: Any, victim: str) -> None:
-    """Stop the coordinator or the broker until the lease has expired, and all services have given up the broker."""
+def hang_coordinator_or_broker(stack: Any, victim: str) -> None:
+    """Stop the coordinator or the broker until the lease has expired and, for the broker, all services have noticed."""
     epoch = lease(stack).epoch
-    told = {name: stack.log(name).count(CUT) for name in SERVICES}
+    counts = {name: stack.log(name).count(CUT) for name in SERVICES}
     with stack.frozen(victim):
         time.sleep(STALL_S)
         if victim == "nats":
             stack.until(
-                lambda: all(stack.log(name).count(CUT) > count for name, count in told.items()),
+                lambda: all(stack.log(name).count(CUT) > count for name, count in counts.items()),
                 "every service to give up the broker",
             )
     stack.until(lambda: lease(stack).epoch > epoch, "the coordinator with a new lease")
 
 
 def lease(stack: Any) -> LeaseRecord:
-    """The coordinators' lease, by its record."""
+    """Return the record of the coordinators' lease."""
     entry = stack.on_bus(lambda bus: bus.kv(subjects.LEASES).get(COORDINATOR))
     return msgspec.json.decode(entry.value, type=LeaseRecord)
 
 
 def simulators(stack: Any) -> list[psutil.Process]:
-    """The processes of the env service's simulators."""
+    """Return the simulator processes of the env service."""
     found = []
     for child in psutil.Process(stack.pid("env-0")).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
@@ -228,7 +228,7 @@ def simulators(stack: Any) -> list[psutil.Process]:
 
 @pytest.mark.long
 def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) -> None:
-    """A trainer that starts again has the replay buffer of its checkpoint and repeats the rest, digest by digest."""
+    """A new trainer loads the replay buffer of its checkpoint and repeats later updates with the same digests."""
     job = submit(
         stack, "environment={task: Pendulum-v1, horizon: 50, num_envs: 4, sessions: 1, bytes_per_step: 256}",
         "policy={type: squashed, hidden_sizes: [32]}", "train.max_updates=24", "checkpoint.every=6",
@@ -240,14 +240,14 @@ def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) ->
         stack.kill("trainer-0")
     record = stack.finish(job, 150)
     assert (record.status.phase, record.status.step) == ("succeeded", 24), record.status
-    stack.check_books(job)
+    stack.check_audit(job)
     assert not any(isinstance(event, LineageForked) for event in stack.ledger(job))
     stack.check_replay(job, at_least=6)
 
 
 @pytest.mark.long
-def test_a_job_begins_with_what_it_was_shown(stack: Any, tmp_path: Path) -> None:
-    """Version 0 balances the pole as long as the expert did; it stands in the ledger like any other version."""
+def test_a_job_begins_with_a_policy_from_demonstrations(stack: Any, tmp_path: Path) -> None:
+    """Version 0 balances the pole as long as the expert did; the ledger holds it like any other version."""
 
     def balance(_: EnvSpec) -> Any:
         return lambda seen: (seen["state"][:, 2] + 0.3 * seen["state"][:, 3] > 0).astype(np.int64)[:, None]
@@ -262,9 +262,9 @@ def test_a_job_begins_with_what_it_was_shown(stack: Any, tmp_path: Path) -> None
     )
     status = stack.finish(job).status
     assert (status.phase, status.step) == ("succeeded", 2), status
-    path.unlink()  # the first checkpoint has what was learnt
+    path.unlink()  # the first checkpoint holds the learnt weights
     series = stack.client.metrics(job)["series"]
     first = next(value for value in series["eval/length"] if value is not None)
     assert first >= 90, "a random policy falls after some twenty steps"
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=2)

@@ -1,4 +1,4 @@
-"""A job that has ended goes on: the same prompts and weights as of a job that was longer from its start."""
+"""A job that has ended is extended, and gives the same updates as a job that was longer from the start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ON_POLICY = ["train.max_lag=0", "checkpoint.every=2", "seed=11"]
 
 
 def updates(stack: Any, job: str) -> list[tuple[int, int, list[int]]]:
-    """Version, place and prompts of each update. Samples are left out: rounding depends on what else an engine does."""
+    """Return start version, index and prompts of each update.
+
+    Samples are left out, because their rounding depends on the other work of an engine.
+    """
     return [
         (batch.start_version, batch.update_index, sorted(group.draw.ordinal for group in batch.groups))
         for batch in stack.ledger(job)
@@ -30,23 +33,23 @@ def test_an_extended_job_is_the_job_that_was_longer_from_the_start(stack: Any) -
     assert stack.finish(whole).status.phase == stack.finish(job).status.phase == "succeeded"
     with pytest.raises(Conflict, match="max_updates must be more"):
         stack.client.extend(job, 3)
-    told = stack.cli("extend", job, "--max-updates", "5", "--follow", "--json")
-    assert told.exit_code == 0, told.output
+    result = stack.cli("extend", job, "--max-updates", "5", "--follow", "--json")
+    assert result.exit_code == 0, result.output
     record = stack.client.get(job)
     assert (record.status.phase, record.status.step, record.status.total_steps) == ("succeeded", 5, 5)
     assert (record.extensions, record.spec["train"]["max_updates"]) == (1, 5)
     assert updates(stack, job) == updates(stack, whole)
     ends = [type(event) for event in stack.ledger(job) if isinstance(event, Finished | Extended)]
     assert ends == [Finished, Extended, Finished]
-    stack.check_books(job)
-    stack.check_replay(job, 5)  # in one go from the start: the optimizer went on where it was
+    stack.check_audit(job)
+    stack.check_replay(job, 5)  # in one run from the start: the extension kept the state of the optimizer
     assert stack.client.checkpoints(job)[-1]["final"] is True
     phases = [row["message"] for row in stack.client.events(job) if row["type"] in ("phase", "extended")]
-    assert phases.count("succeeded") == 2, "who follows the events sees both ends"
+    assert phases.count("succeeded") == 2, "the events show both ends"
 
 
 @pytest.mark.long
-def test_what_cannot_go_on_says_why(stack: Any) -> None:
+def test_a_refused_extension_names_its_reason(stack: Any) -> None:
     job = stack.submit(
         "name=stops", "train.max_updates=4", "optimizer.schedule=cosine",
         early_stop={"metric": "reward/mean", "window": 1, "goal": 0.0},

@@ -1,4 +1,4 @@
-"""OpenAI's fine-tuning API over a running stack: by hand, and with the stock SDK in an environment of its own."""
+"""OpenAI's fine-tuning API on a running stack: by plain HTTP, and with the stock SDK in an environment of its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_job_trains_with_a_grader_on_an_uploaded_file(stack: Any) -> None:
         record = stack.finish(job)
         assert (record.status.phase, record.status.step) == ("succeeded", 4), record.status.message
         assert 0 < record.status.reward < 1
-        stack.check_books(job)
+        stack.check_audit(job)
         shown = http.get(f"/v1/fine_tuning/jobs/{job}").json()
         assert (shown["status"], shown["fine_tuned_model"]) == ("succeeded", f"job:{job}@final")
         asked = {"model": shown["fine_tuned_model"], "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
@@ -64,7 +64,7 @@ def test_a_job_trains_with_a_grader_on_an_uploaded_file(stack: Any) -> None:
 
 
 @pytest.mark.clients
-def test_the_stock_sdk(stack: Any, python_of: Any, tmp_path: Path) -> None:
+def test_the_stock_sdk_fine_tunes_a_model(stack: Any, python_of: Any, tmp_path: Path) -> None:
     python = python_of("openai")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "grader.json").write_text(json.dumps(GRADER))

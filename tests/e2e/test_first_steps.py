@@ -1,4 +1,4 @@
-"""The first steps of docs/online.md, as they stand there: submit an example, ask by OpenAI's SDK, post feedback."""
+"""The first steps of docs/online.md, executed as written: submit an example, ask with OpenAI's SDK, post feedback."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTION = (ROOT / "docs/online.md").read_text(encoding="utf-8").partition("## First steps\n")[2].partition("\n## ")[0]
 BATCH = 16
 SMALLER = "limits.byte_budget=33554432"
-"""The streams of the tests are small."""
+"""Change that makes the byte budget of a job fit the small streams of the tests."""
 
 
 def blocks(language: str) -> list[str]:
-    """Code blocks of the section in one language."""
+    """Return the code blocks of the section in one language."""
     return re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
 
 
 @pytest.fixture
 def url(stack: Any) -> Iterator[str]:
-    """Where the job of the example is served; it is ended after the test."""
+    """Address that serves the job of the example; the fixture cancels the job after the test."""
     start, _ = blocks("bash")
     _, submit = (shlex.split(line) for line in start.splitlines())
     assert submit[:2] == ["penstock", "submit"]
@@ -40,11 +40,11 @@ def url(stack: Any) -> Iterator[str]:
     yield stack.stack.url
     stack.client.cancel(job)
     assert stack.finish(job).status.phase == "cancelled"
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
 def ask(url: str, question: str) -> tuple[str, str]:
-    """Run the Python of the section: id and model of the answer."""
+    """Run the Python of the section with another question; return id and model of the answer."""
     (code,) = blocks("python")
     made = 'Path("~/.penstock/api.key").expanduser().read_text().strip()'
     for old, new in {"http://127.0.0.1:8000": url, made: repr(API_KEY), "3+4=": question}.items():
@@ -59,7 +59,7 @@ def ask(url: str, question: str) -> tuple[str, str]:
 
 
 def judge(url: str, answer: str, *, value: bool) -> str:
-    """Send what the section has curl send: the id of the feedback."""
+    """Post the feedback of the curl command in the section, for another answer; return the id of the feedback."""
     _, curl = blocks("bash")
     words = shlex.split(curl.replace("\\\n", " "))
     assert words[:2] == ["curl", "http://127.0.0.1:8000/feedback"]
@@ -77,28 +77,28 @@ def judge(url: str, answer: str, *, value: bool) -> str:
 def test_an_agent_that_is_asked_and_judged_gets_new_versions(stack: Any, url: str) -> None:
     first, model = stack.until(lambda: answered(url), "an answer", 60)
     assert model == "agent@0"
-    told = [judge(url, first, value=True)]
+    feedback = [judge(url, first, value=True)]
     for number in range(BATCH - 1):
-        told.append(judge(url, ask(url, f"{number % 10}+2=")[0], value=number % 2 == 0))
-    fates: dict[str, str] = {}
+        feedback.append(judge(url, ask(url, f"{number % 10}+2=")[0], value=number % 2 == 0))
+    statuses: dict[str, str] = {}
 
     def all_are_trained() -> bool:
-        fates.update({name: stack.client.feedback_status(name).status for name in told})
-        return set(fates.values()) == {"trained"}
+        statuses.update({name: stack.client.feedback_status(name).status for name in feedback})
+        return set(statuses.values()) == {"trained"}
 
-    stack.until(all_are_trained, "the feedback to be trained", 90, lambda: (fates, stack.client.why("agent")))
+    stack.until(all_are_trained, "the feedback to be trained", 90, lambda: (statuses, stack.client.why("agent")))
     stack.until(lambda: version(ask(url, "3+4=")[1]) >= 1, "a later version to answer", 60)
 
 
 def version(model: str) -> int:
-    """That which wrote an answer."""
+    """Return the policy version in the model name of an answer."""
     name, _, number = model.partition("@")
     assert name == "agent"
     return int(number)
 
 
 def answered(url: str) -> tuple[str, str] | None:
-    """The first answer, once there is one."""
+    """Return id and model of an answer, or None while nothing answers."""
     import openai
 
     try:

@@ -1,4 +1,4 @@
-"""A job whose bus loses its disk for a while, because something else filled it."""
+"""A job continues after its bus had no disk space for a while, because another file filled the disk."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_job_goes_on_once_there_is_room(
         step = deployment.status(job).step
         ballast.unlink()
         assert deployment.finish(job, 150).status.phase == "succeeded"
-        assert step < 100, "it was in the middle"
+        assert step < 100, "the job had not ended"
         deployment.until(lambda: httpx.get(url).is_success, "the coordinator is ready")
-        deployment.check_books(job)
+        deployment.check_audit(job)
         deployment.check_replay(job, 1)
-        assert any("there is room; starting it again" in line for line in deployment.told)
+        assert any("there is room; starting it again" in line for line in deployment.messages)

@@ -1,5 +1,6 @@
-"""From a metric to a model: groups without signal are replaced, the run stops early, its best checkpoint is kept, comes
-over HTTP, and is measured by a job of its own."""
+"""From a metric to a model: groups without signal are replaced, the run stops early and keeps its best checkpoint, a
+user downloads that checkpoint over HTTP, and an evaluation job measures it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
         algorithm={"group_size": 2, "dynamic_sampling": {"max_resampled": 2.0}},
         train={"batch_size": 8, "max_updates": 60, "max_lag": 1, "draw_timeout_s": 30},
         early_stop={"metric": "reward/mean", "window": 6, "goal": -1.0},
-        # least after the first update: that checkpoint must outlive `keep`
+        # smallest after the first update: that checkpoint must outlive `keep`
         checkpoint={"every": 2, "keep": 1, "keep_best": {"metric": "tokens_total/generated", "mode": "min"}},
     )
     record = stack.finish(job)
@@ -46,7 +47,7 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
     assert "reward/mean reached" in status.message
     assert 6 <= status.step < 20
 
-    audit = stack.check_books(job)
+    audit = stack.check_audit(job)
     dropped = audit["equation"]["dropped"]["no_signal"]
     assert dropped > 0
     series = stack.client.metrics(job)["series"]
@@ -72,7 +73,7 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
     rows = {row["number"]: row for row in stack.client.checkpoints(job)}
     available = {number for number, row in rows.items() if row["available"]}
     assert available >= {0, best, status.step}
-    assert len(available) <= 4, "the job may end before the last retention, not before the one before"
+    assert len(available) <= 4, "the job may end before the last clean-up, but not before the previous one"
     assert len(rows) > 3, "retention had nothing to delete"
     assert rows[best]["best"]
     assert rows[status.step]["final"]
@@ -104,17 +105,17 @@ def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_p
 
 
 def check_sources(series: dict[str, list[float | None]], *, groups_per_batch: int) -> None:
-    """Each update tells what its two sources earned, and they add up to what all earned."""
+    """Check that each update reports the rewards of both sources, and that they add up to the mean reward."""
     names = "addition", "hard"
     counts = [[value or 0 for value in series[f"groups/count/{name}"]] for name in names]
     sums = [[(v or 0) for v in series[f"reward/mean/{name}"]] for name in names]
-    for place, mean in enumerate(series["reward/mean"]):
+    for index, mean in enumerate(series["reward/mean"]):
         if mean is None:  # a row of something else
             continue
-        groups = [count[place] for count in counts]
+        groups = [count[index] for count in counts]
         assert sum(groups) == groups_per_batch
-        earned = sum(count * reward[place] for count, reward in zip(groups, sums, strict=True))
-        assert earned / groups_per_batch == pytest.approx(mean), place
+        earned = sum(count * reward[index] for count, reward in zip(groups, sums, strict=True))
+        assert earned / groups_per_batch == pytest.approx(mean), index
     assert sum(counts[0]) > sum(counts[1]) > 0
 
 

@@ -1,4 +1,4 @@
-"""A job that learns nothing says so wherever its end is told; a scorer that fails at times is named with its line."""
+"""A job that learns nothing ends with a visible warning; a warning about a failing scorer names exception and line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
 MANUAL = Path(__file__).resolve().parents[2] / "docs/job-file.md"
 SMALLER = "limits.byte_budget=33554432"
-"""The streams of the tests are small."""
+"""Change that makes the byte budget of a job fit the small streams of the tests."""
 NEVER = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
 AT_TIMES = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_at_times"}], "processes": 1}
 
@@ -29,8 +29,8 @@ def test_a_job_without_signal_ends_with_a_warning(stack: Any, make_job: Any, tmp
     record = stack.client.find("dead")
     assert record.status.phase == "succeeded"
     assert "no_signal" in [warning.kind for warning in record.status.warnings]
-    told = [row for row in stack.client.events(record.id, follow=False) if row["type"] == "health"]
-    assert [(row["level"], row["data"]["kind"]) for row in told].count(("warning", "no_signal")) == 1
+    events = [row for row in stack.client.events(record.id, follow=False) if row["type"] == "health"]
+    assert [(row["level"], row["data"]["kind"]) for row in events].count(("warning", "no_signal")) == 1
     assert "succeeded (no_signal" in stack.cli("ls", "--name", "dead").output
     for command in ("why", "describe", "get", "wait"):
         output = " ".join(stack.cli(command, "dead").output.split())
@@ -38,12 +38,12 @@ def test_a_job_without_signal_ends_with_a_warning(stack: Any, make_job: Any, tmp
         assert "every completion so far earned 0" in output, (command, output)
 
 
-def test_failures_of_a_scorer_are_told_of_with_exception_and_line(stack: Any) -> None:
+def test_failures_of_a_scorer_are_reported_with_exception_and_line(stack: Any) -> None:
     job = stack.submit(name="at-times", reward=AT_TIMES)
     record = stack.finish(job)
     assert record.status.phase == "succeeded", record.status.message
-    told = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "health"]
-    (failures,) = [text for text in told if "could not be scored" in text]
+    messages = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "health"]
+    (failures,) = [text for text in messages if "could not be scored" in text]
     assert "raised ValueError: no answer in" in failures
     assert "e2e_scorers.py, line 5" in failures
     assert "scorer_failures" in [warning.kind for warning in record.status.warnings]

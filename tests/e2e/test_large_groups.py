@@ -1,4 +1,4 @@
-"""Groups above what a message takes: they are written in parts, admitted by one header, and trained whole."""
+"""Groups larger than a message: a worker writes them in parts, one header admits them, and they are trained whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SYMBOLS = "🐀🐁🐂🐃🐄🐅🐆🐇🐈🐉+="
 """Characters of four bytes each, so that fewer tokens make a large group."""
 
 
-def test_a_group_above_eight_mebibytes(stack: Any, tmp_path: Path) -> None:
+def test_a_group_above_eight_mebibytes_is_trained(stack: Any, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"🐁+{symbol}=", "answer": symbol}) + "\n" for symbol in SYMBOLS[:4]))
     job = stack.submit(
@@ -40,7 +40,7 @@ def test_a_group_above_eight_mebibytes(stack: Any, tmp_path: Path) -> None:
         reward={"scorers": [{"type": "format", "pattern": "[🐀🐁🐂🐃🐄].*"}]},
     )  # fmt: skip
     assert stack.finish(job, 180).status.step == 1
-    audit = stack.check_books(job)
+    audit = stack.check_audit(job)
     assert {check["name"]: check["detail"] for check in audit["checks"]}["digests"].startswith("1 groups read")
 
     async def read(bus: Bus) -> tuple[list[Message], list[Message]]:

@@ -1,4 +1,4 @@
-"""The whole deployment on this machine, by the command line alone: up, crashes, a job to its end, down."""
+"""A whole deployment on this machine, by the command line alone: start, crashes, a job to its end, stop."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def gone(pid: int) -> bool:
 def up(directory: Path) -> UpState:
     result = penstock("up", "--detach", "--port", "0", "--data-dir", str(directory), "--json")
     assert result.returncode == 0, result.stderr
-    state, told = running(directory), json.loads(result.stdout)
-    assert (told["url"], told["pid"], told["data_dir"]) == (state.url, state.pid, str(directory))
-    assert told["processes"].keys() == state.processes.keys()
+    state, shown = running(directory), json.loads(result.stdout)
+    assert (shown["url"], shown["pid"], shown["data_dir"]) == (state.url, state.pid, str(directory))
+    assert shown["processes"].keys() == state.processes.keys()
     assert f"penstock down --data-dir {directory}" in result.stderr
     assert str(directory / "api.key") in result.stderr
     assert result.stderr.count(f"the page is at {state.url}/\n") == 1, result.stderr
@@ -74,7 +74,7 @@ def up(directory: Path) -> UpState:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """For a deployment as users start it: with a key of its own, which their clients find below their home."""
+    """Data directory of a deployment as users start it: with a key of its own, which clients find below their home."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PENSTOCK_OPEN_LOOPBACK")
     for name in ("PENSTOCK_API_KEY", "PENSTOCK_DATA_DIR"):
@@ -89,7 +89,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.mark.long
 def test_a_deployment_from_up_to_down(directory: Path) -> None:
-    """Refusals, a killed service, a killed supervisor in the middle of a job, a second life that ends it, the end."""
+    """Refused starts, a killed service, a supervisor killed in mid-job, a restart that ends the job, and ``down``."""
     state = up(directory)
     check_refusals(state, directory)
     check_locks(state, directory)
@@ -111,7 +111,7 @@ def test_a_deployment_from_up_to_down(directory: Path) -> None:
 
 
 def check_refusals(state: UpState, directory: Path) -> None:
-    """Nothing starts where something runs, and not on a port that is taken."""
+    """Check that nothing starts in a directory that is in use, or on a port that is taken."""
     again = penstock("up", "--port", "0", "--data-dir", str(directory))
     assert again.returncode == 2
     assert f"process {state.pid}, {state.url}" in again.stderr
@@ -122,7 +122,7 @@ def check_refusals(state: UpState, directory: Path) -> None:
 
 
 def check_locks(state: UpState, directory: Path) -> None:
-    """Another user of this machine reaches neither the API, nor the bus, nor Valkey, nor a file."""
+    """Check that another user of this machine reaches neither the API, nor the bus, nor Valkey, nor a file."""
     refused = httpx.get(f"{state.url}/v1/jobs")
     assert refused.status_code == 401
     assert "api.key" in refused.json()["detail"], "says where the key is"
@@ -140,7 +140,7 @@ def check_locks(state: UpState, directory: Path) -> None:
 
 
 def begin_job(state: UpState, directory: Path) -> str:
-    """A job under way; a service that is killed is started again."""
+    """Submit a job, kill a service once the job trains, and wait for the restart; return the id of the job."""
     job = with_overrides(yaml.safe_load(SMOKE.read_text()), [f"train.max_updates={TOTAL}", "warm_start.steps=20"])
     with Client(state.url, retries=8) as client:
         id = client.submit(job).id
@@ -156,7 +156,7 @@ def begin_job(state: UpState, directory: Path) -> str:
 
 
 def check_end(state: UpState, job: str) -> None:
-    """Every process was killed in the middle of the job; nobody helps, and it ends as it should."""
+    """Check that the job, during which every process was killed, succeeds without help."""
     with Client(state.url, retries=8) as client:
         end = client.wait(job, timeout_s=200)
         assert (end.status.phase, end.status.step) == ("succeeded", TOTAL)

@@ -1,6 +1,6 @@
-"""The manual, done as it stands, on one deployment: Python, commands and job files of each page, in order.
+"""The snippets of the manual, executed as written on one deployment: Python, commands and job files, page by page.
 
-``tests/repo/test_snippets.py`` reads the snippets, and names those that nothing does.
+``tests/repo/test_snippets.py`` checks snippets without executing them; ``tests/manual.py`` names those not run here.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.t
 
 
 class Answers(BaseHTTPRequestHandler):
-    """A scorer, a judge and a receiver of webhooks: they like everything."""
+    """Server that stands for a scorer, a judge and a receiver of webhooks; its scores are always high."""
 
     def do_POST(self) -> None:
-        """Reply to all of them alike."""
+        """Send the same high score to every request."""
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         results = [{"score": 1.0} for _ in asked.get("completions", [])]
         message = {"role": "assistant", "content": "Score: 7"}
@@ -38,12 +38,12 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Where others listen: those whom the manual calls `*.example`."""
+    """Address of the server that replaces the hosts `*.example` of the manual."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -52,7 +52,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def deployment(deploy: Callable[..., Any], stack_folder: Path) -> Iterator[Any]:
-    """A deployment of its own: pages change its workers, and what they start is ended."""
+    """Deployment for this file alone: pages change its workers, and readers end the jobs that pages start."""
     folder = stack_folder
     deployment = deploy(folder / "stack")
     deployment.modules = folder / "modules"
@@ -69,7 +69,7 @@ def deployment(deploy: Callable[..., Any], stack_folder: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def own(stack_folder: Path) -> Iterator[Deployments]:
-    """Deployments that pages start, ended after the last one."""
+    """Deployments that pages start; the fixture stops them after the last page."""
     own = Deployments(stack_folder / "home")
     try:
         yield own
@@ -78,7 +78,7 @@ def own(stack_folder: Path) -> Iterator[Deployments]:
 
 
 def small() -> dict[str, Any]:
-    """The first job file of the manual, made small."""
+    """Return the first job file of the manual, made small."""
     first = next(one for one in snippets("docs/job-file.md") if one.kind == "job")
     return with_overrides(yaml.safe_load(first.text), SMALLER["rl"])
 
@@ -93,7 +93,7 @@ def ended(deployment: Any) -> str:
 
 @pytest.fixture(scope="module")
 def models(deployment: Any, ended: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hugging Face folders: the policy of the small job, and a reward model with its weights."""
+    """Folder with Hugging Face models: the policy of the small job, and a reward model with its weights."""
     from transformers import AutoModelForSequenceClassification
 
     folder = tmp_path_factory.mktemp("models")
@@ -111,13 +111,13 @@ def models(deployment: Any, ended: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def scene(deployment: Any, ended: str, own: Deployments, address: str, models: Path) -> Scene:
-    """Facts that the readers share."""
+    """Resources that the readers share."""
     return Scene(deployment, ended, own, address, models)
 
 
 @pytest.fixture
 def reader(page: str, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
-    """A reader of a page, in a folder with a job, data, a grader and the examples; the key is below their home."""
+    """Reader of a page, in a folder with a job, data, a grader and the examples; the key is below the home folder."""
     keys = tmp_path / "home" / ".penstock"
     keys.mkdir(parents=True)
     (keys / "api.key").write_text(KEY + "\n")
@@ -144,6 +144,6 @@ def reader(page: str, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if to_run(page)])
-def test_what_a_page_shows_can_be_done(page: str, reader: Reader) -> None:
+def test_the_snippets_of_a_page_run(page: str, reader: Reader) -> None:
     for one in to_run(page):
         reader.do(one)

@@ -1,4 +1,4 @@
-"""Python first: the example notebook and the snippet of docs/python.md, executed as they stand."""
+"""The example notebook and the snippet of docs/python.md, executed as written."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MANUAL = (ROOT / "docs/python.md").read_text(encoding="utf-8")
 
 @pytest.fixture(autouse=True)
 def _deployment(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the stack is, as users say it."""
+    """Set the variables in which users give the address and the key of a deployment."""
     monkeypatch.setenv("PENSTOCK_URL", stack.stack.url)
     monkeypatch.setenv("PENSTOCK_API_KEY", "e2e-key")
 
 
 def run_cell(source: str, names: dict[str, Any]) -> object:
-    """Execute a cell; the value of its last line, which a notebook displays."""
+    """Execute a cell; return the value of its last line, which a notebook displays."""
     tree = ast.parse(source)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, "cell", "exec"), names)
@@ -38,7 +38,7 @@ def run_cell(source: str, names: dict[str, Any]) -> object:
 
 
 @pytest.mark.long
-def test_the_example_notebook() -> None:
+def test_the_example_notebook_runs() -> None:
     notebook = json.loads((ROOT / "examples/notebook.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     names: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def test_the_example_notebook() -> None:
 
 
 class Cell:
-    """The output of a cell in a kernel, as IPython's ``display`` keeps it."""
+    """Records the output of a notebook cell, in place of IPython's ``display``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pictures: list[str] = []
@@ -91,7 +91,7 @@ def test_a_notebook_that_waits_shows_the_curve_live(stack: Any, make_job: Any, m
         assert not [one for one in threads if "keep_updating" in one.name]
 
 
-def test_the_snippet_of_the_manual(make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippet_of_the_manual_runs(make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = MANUAL.partition("## In a script or a notebook\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Corrections, preferences and posted answers over the API: trained once, told, audited, and repeated to the bit."""
+"""Corrections, preferences and posted answers over the API: trained once, reported, audited, and replayed bitwise."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LIVE: dict[str, Any] = {
 
 
 class Agent:
-    """A client of one job that asks, judges, and says what the answers should have been."""
+    """Client of one job that asks, posts feedback, and posts better answers."""
 
     def __init__(self, stack: Any, job: str) -> None:
         self.http = httpx.Client(base_url=stack.stack.url, headers={"authorization": f"Bearer {API_KEY}"}, timeout=60)
         self.job = job
 
     def ask(self, number: int) -> list[dict[str, Any]]:
-        """Two answers to one prompt; those after the first have ids of their own in the record."""
+        """Ask for two answers to one prompt, in two requests: further choices of one request have ids of their own."""
         body = {"model": self.job, "prompt": f"{number}+1=", "n": 1, "return_token_ids": True}
         replies = [self.http.post("/v1/completions", json=body) for _ in range(2)]
         assert all(reply.is_success for reply in replies), [reply.text for reply in replies]
@@ -46,7 +46,7 @@ class Agent:
         return str(reply.json()["feedback_id"])
 
     def judge(self, first: dict[str, Any], second: dict[str, Any]) -> None:
-        """One is liked and one is not: a single answer would wait for another to be compared with."""
+        """Post a positive and a negative judgement: a single answer would wait for another one to be compared with."""
         self.post(inference_id=first["id"], metric_name="liked", value=True)
         self.post(inference_id=second["id"], metric_name="liked", value=False)
 
@@ -55,7 +55,7 @@ class Agent:
 
 
 @pytest.mark.long
-def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(
+def test_a_job_learns_from_corrections_preferences_and_posted_answers(
     stack: Any, make_job: Any, request: pytest.FixtureRequest
 ) -> None:
     sections = {**make_job(), **LIVE}
@@ -66,21 +66,21 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(
     stack.until(
         lambda: agent.http.post("/v1/completions", json={"model": job, "prompt": "1+1="}).is_success, "an answer"
     )
-    told: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for number in range(4):
         first, second = agent.ask(number)
         content = {"role": "assistant", "content": str(number + 1)}
-        told[agent.post(kind="correction", inference_id=first["id"], corrected=content)] = "supervised: correction"
-        told[agent.post(kind="preference", chosen=first["id"], rejected=second["id"])] = "preference: preference"
-        told[agent.post(inference_id=first["id"], metric_name="liked", value=number % 2 == 0)] = "feedback"
-    fates = {}
+        reasons[agent.post(kind="correction", inference_id=first["id"], corrected=content)] = "supervised: correction"
+        reasons[agent.post(kind="preference", chosen=first["id"], rejected=second["id"])] = "preference: preference"
+        reasons[agent.post(inference_id=first["id"], metric_name="liked", value=number % 2 == 0)] = "feedback"
+    statuses = {}
 
     def all_are_trained() -> bool:
-        fates.update({name: agent.status_of(name) for name in told})
-        return all(fate["status"] == "trained" for fate in fates.values())
+        statuses.update({name: agent.status_of(name) for name in reasons})
+        return all(status["status"] == "trained" for status in statuses.values())
 
-    stack.until(all_are_trained, "everything to be trained", 90, lambda: (fates, stack.client.why(job)))
-    assert {name: fate["reason"] for name, fate in fates.items()} == told
+    stack.until(all_are_trained, "everything to be trained", 90, lambda: (statuses, stack.client.why(job)))
+    assert {name: status["reason"] for name, status in statuses.items()} == reasons
     posted = agent.post(
         kind="interaction", model=job, messages=[{"role": "user", "content": "2+2="}],
         completion={"role": "assistant", "content": "4"}, rewards={},
@@ -91,12 +91,12 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(
     check_episode(stack, job, agent)
     stack.client.cancel(job)
     assert stack.finish(job).status.phase == "cancelled"
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=1)
 
 
 def check_rescored(stack: Any, job: str, agent: Agent) -> None:
-    """An answer that comes back without log-probs, from a version that is not served any more: they are computed."""
+    """Check that missing log-probs of a posted answer are computed, although its version is no longer served."""
     early, other = agent.ask(7)
     record = agent.http.get(f"/v1/interactions/{early['id'].removeprefix('cmpl-')}").json()
     (span,) = record["spans"]
@@ -109,17 +109,17 @@ def check_rescored(stack: Any, job: str, agent: Agent) -> None:
     )  # fmt: skip
     agent.judge(*agent.ask(8))
     stack.until(lambda: agent.status_of(posted)["status"] == "trained", "an old answer to be trained", 60)
-    fate = agent.status_of(posted)
-    assert fate["reason"] == "rescored", fate
+    status = agent.status_of(posted)
+    assert status["reason"] == "rescored", status
     text = [*record["prompt_ids"], *record["token_ids"]]  # other prompts have answers of the same tokens, too
     groups = stack.groups(job).values()
-    made = max((g for g in groups if [*g.prompt_ids, *g.token_ids] == text), key=lambda group: group.draw)
-    assert made.spans[:, 1].tolist() == [span[0]]
-    assert made.logprobs.tolist() == pytest.approx(record["logprobs"], abs=1e-5)
+    group = max((one for one in groups if [*one.prompt_ids, *one.token_ids] == text), key=lambda one: one.draw)
+    assert group.spans[:, 1].tolist() == [span[0]]
+    assert group.logprobs.tolist() == pytest.approx(record["logprobs"], abs=1e-5)
 
 
 def check_episode(stack: Any, job: str, agent: Agent) -> None:
-    """Two turns of an agent that is not served here, the last one first: one trajectory, and the reward of both."""
+    """Check that two posted turns of an episode, the last one first, become one trajectory with the posted reward."""
     answer, other = agent.ask(5)
     record = agent.http.get(f"/v1/interactions/{answer['id'].removeprefix('cmpl-')}").json()
     prompt, tokens, version = record["prompt_ids"], record["token_ids"], record["spans"][0][0]
@@ -136,6 +136,6 @@ def check_episode(stack: Any, job: str, agent: Agent) -> None:
     stack.until(lambda: all(agent.status_of(name)["status"] == "trained" for name in names), "turns to be trained", 60)
     assert [agent.status_of(name)["reason"] for name in names] == ["rescored"] * 2
     whole = [*tokens, prompt[0], *tokens]
-    (made,) = [group for group in stack.groups(job).values() if group.token_ids.tolist() == whole]
-    assert (made.mask == 0).sum() == 1
-    assert made.rewards.tolist() == [0.5]
+    (merged,) = [group for group in stack.groups(job).values() if group.token_ids.tolist() == whole]
+    assert (merged.mask == 0).sum() == 1
+    assert merged.rewards.tolist() == [0.5]

@@ -1,4 +1,4 @@
-"""The trainer learns from text of the policy that it updates, and both agree on its probability."""
+"""The trainer learns from samples of the policy that it updates, and sampler and trainer agree on their log-probs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MISMATCH = 1e-4
 
 
 def trained_batches(stack: Any, job: str) -> dict[int, BatchSealed]:
-    """The last revision of every batch that was trained."""
+    """Return the last revision of every batch that was trained, by number."""
     events = stack.ledger(job)
     sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
     return {event.number: sealed[event.number] for event in events if isinstance(event, BatchTrained)}
 
 
 def lags(stack: Any, job: str) -> set[int]:
-    """Update's start version minus token's version, over every token that was trained."""
+    """Return the lags of all trained tokens: start version of the update minus version of the token."""
     groups, found, tokens = stack.groups(job), set(), 0
     for batch in trained_batches(stack, job).values():
         for sealed in batch.groups:
@@ -37,7 +37,7 @@ def lags(stack: Any, job: str) -> set[int]:
 
 
 def check_seconds(series: dict[str, list[float]]) -> None:
-    """Seconds of an update are what it added to the seconds since the session began."""
+    """Check that the seconds of each update are the growth of the totals since the session began."""
     stages = [name.removeprefix("seconds_total/") for name in series if name.startswith("seconds_total/")]
     assert {"forward", "backward", "optimizer", "checkpoint"} & set(stages), stages
     for stage in stages:
@@ -47,7 +47,7 @@ def check_seconds(series: dict[str, list[float]]) -> None:
 
 
 def mismatches(stack: Any, job: str) -> list[float]:
-    """KL between sampler and trainer, of each update that had something to learn."""
+    """Return the KL between sampler and trainer for each update that had something to learn."""
     series = stack.client.metrics(job, names="mismatch/kl")["series"]["mismatch/kl"]
     return [value for value in series if value is not None]
 
@@ -61,7 +61,7 @@ def test_every_token_comes_from_the_version_that_is_updated(stack: Any) -> None:
     temperatures = [{group.temperature for group in batch.groups} for batch in trained_batches(stack, job).values()]
     assert (temperatures[0], temperatures[-1]) == ({1.0}, {0.6})
     assert lags(stack, job) == {0}
-    audit = stack.check_books(job)
+    audit = stack.check_audit(job)
     assert {check["name"]: check["detail"] for check in audit["checks"]}["lag bound"] == "largest lag 0"
     kl = [
         value for value in stack.client.metrics(job, names="mismatch/kl")["series"]["mismatch/kl"] if value is not None
@@ -72,11 +72,11 @@ def test_every_token_comes_from_the_version_that_is_updated(stack: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_bound_is_used_and_kept(stack: Any) -> None:
+def test_lags_reach_and_keep_to_the_bound(stack: Any) -> None:
     job = stack.submit("train.max_lag=2", "train.max_updates=25")
     assert stack.finish(job).status.step == 25
     assert 0 < max(lags(stack, job)) <= 2
-    stack.check_books(job)
+    stack.check_audit(job)
     check_seconds(stack.client.metrics(job)["series"])
 
 
@@ -84,11 +84,11 @@ LONG = (
     "model.config.max_position_embeddings=512", "sampling.max_new_tokens=480", "sampling.ignore_eos=true",
     "placement.max_running=16", "train.draw_timeout_s=120", "train.max_lag=1", "train.max_updates=6",
 )  # fmt: skip
-"""Completions take longer than an update, so that versions arrive while groups are generated."""
+"""Changes that make a completion take longer than an update, so that versions arrive while groups are generated."""
 
 
 def discarded_tokens(stack: Any) -> float:
-    """Tokens that the rollout worker has generated in vain, as Prometheus scrapes them."""
+    """Return the number of generated tokens that the rollout worker discarded, from its Prometheus metrics."""
     address = stack.stack._health["rollout-0"].replace("/readyz", "/metrics")
     lines = httpx.get(address).raise_for_status().text.splitlines()
     [value] = [line.split()[1] for line in lines if line.startswith("penstock_rollout_discarded_tokens_total ")]
@@ -108,13 +108,13 @@ def test_groups_in_progress_at_an_update_follow_its_rule(stack: Any, rule: str) 
     assert (max(map(len, versions)) > 1) == (rule == "keep"), "updates met groups in progress"
     assert (discarded > 0) == (rule == "restart")
     assert max(lags(stack, job)) <= 1
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_label_that_is_newer_than_the_weights_shows(stack: Any) -> None:
-    """The measure above can fail: one of two workers serves old weights under new labels."""
+def test_the_mismatch_shows_weights_that_are_older_than_their_label(stack: Any) -> None:
+    """The metric `mismatch/kl` can fail: one of two workers serves old weights under new labels."""
     with stack.attached("stale_rollout", "rollout-stale"):
         job = stack.submit("train.max_lag=0", "train.max_updates=5000", "optimizer.learning_rate=2e-3")
         stack.reach(job, 1)

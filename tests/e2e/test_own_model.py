@@ -1,4 +1,4 @@
-"""The page on a model of one's own, as it stands: a Hugging Face folder, a sweep, its best in transformers."""
+"""docs/how-to/own-model.md, executed as written: a Hugging Face folder, a sweep, its best model in transformers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs/how-to/own-model.md").read_t
 FENCE = re.compile(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINES = "".join(text for kind, _, text in FENCE.findall(PAGE) if kind == "bash").splitlines()
 SMALLER = "limits.byte_budget=8388608"
-"""The streams of the tests are small."""
+"""Change that makes the byte budget of a job fit the small streams of the tests."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of the page."""
+    """Folder with the files of the page."""
     for _, name, text in FENCE.findall(PAGE):
         if name:
             (tmp_path / name).write_text(text)
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def python(*words: str) -> str:
-    """Output of a program."""
+    """Run a Python program; return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
@@ -41,14 +41,14 @@ def python(*words: str) -> str:
     return done.stdout
 
 
-def test_the_page_from_its_first_line_to_its_last(stack: Any, folder: Path) -> None:
+def test_the_commands_of_the_page_run_in_order(stack: Any, folder: Path) -> None:
     best, ran = "", []
     for line in LINES:
         program, *words = shlex.split(line.replace("$BEST", best))
         verb = words[0]
         ran.append(verb)
         if program == "python":
-            said = python(*words)
+            printed = python(*words)
             continue
         assert program == "penstock"
         if verb == "up":
@@ -59,22 +59,22 @@ def test_the_page_from_its_first_line_to_its_last(stack: Any, folder: Path) -> N
             assert "warning" not in result.output, result.output
             assert "200 rows" in result.output
         if verb == "sweep":
-            told = result.output
-            print(told)
-            found = re.search(r"^the best one: penstock export (job_\w+)@best --to DIRECTORY$", told, re.MULTILINE)
-            assert found is not None, told
+            summary = result.output
+            print(summary)
+            found = re.search(r"^the best one: penstock export (job_\w+)@best --to DIRECTORY$", summary, re.MULTILINE)
+            assert found is not None, summary
             best = found[1]
     assert ran == ["tiny.py", "up", "submit", "sweep", "metrics", "samples", "export", "use.py"]
-    assert re.fullmatch(r"\d+\n", said), said
+    assert re.fullmatch(r"\d+\n", printed), printed
     assert len(ElementTree.parse(folder / "rates.svg").findall(".//{*}polyline")) == 3
     jobs = stack.client.list(metadata={"sweep": stack.client.get(best).spec["metadata"]["sweep"]})
-    assert {job.id for job in jobs} == set(re.search(r"/#/compare\?jobs=([\w,]+)", told)[1].split(","))
-    learns(stack, best)
-    is_whole_and_another(folder)
+    assert {job.id for job in jobs} == set(re.search(r"/#/compare\?jobs=([\w,]+)", summary)[1].split(","))
+    check_learning(stack, best)
+    check_export(folder)
 
 
-def learns(stack: Any, job: str) -> None:
-    """The sampled reward rose, and the checkpoint that was exported is the best of those that were measured."""
+def check_learning(stack: Any, job: str) -> None:
+    """Check that the sampled reward rose, and that the best checkpoint of the job is better than its first one."""
     record = stack.client.get(job)
     assert record.spec["optimizer"]["learning_rate"] in (3e-4, 1e-3, 3e-3)
     uploads = [file for file in stack.client.files.list() if file.filename == "base.zip"]
@@ -90,11 +90,11 @@ def learns(stack: Any, job: str) -> None:
     (row,) = [row for row in stack.client.checkpoints(job) if row["best"]]
     assert row["number"] > 0
     assert max(greedy) > greedy[0]
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
-def is_whole_and_another(folder: Path) -> None:
-    """The folder holds whole weights, changed where adapters were, with the tokenizer and a model card."""
+def check_export(folder: Path) -> None:
+    """Check that the exported folder has all weights, changed where adapters were, the tokenizer and a model card."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     before, after = (AutoModelForCausalLM.from_pretrained(folder / name).state_dict() for name in ("base", "better"))

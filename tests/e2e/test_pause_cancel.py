@@ -1,4 +1,4 @@
-"""Steering a job, and evaluations that mean exactly what they say."""
+"""Jobs are paused, resumed and cancelled; evaluations measure exactly the version that they name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T", bound=Event)
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def test_pause_resume_cancel(stack: Any) -> None:
+def test_a_job_is_paused_resumed_and_cancelled(stack: Any) -> None:
     job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
     stack.reach(job, 5)
     end = stack.until(lambda: stack.status(job).expected_end, "an expected end, which takes two reported steps")
@@ -63,22 +63,22 @@ def test_a_forced_cancel_does_not_wait(stack: Any) -> None:
 
 
 def newest(events: list[Event], kind: type[T]) -> T:
-    """The last event of a kind."""
+    """Return the last event of a kind."""
     return next(event for event in reversed(events) if isinstance(event, kind))
 
 
 def check_dropped(stack: Any, job: str) -> int:
-    """Every draw that was not trained is dropped(cancelled); returns how many."""
+    """Check that every draw that was not trained is dropped as `cancelled`; return their number."""
     draws = stack.status(job).draws
     assert draws["in_flight"] == 0
     num_dropped = draws["drawn"] - draws["trained"]
     assert draws["dropped"] == ({"cancelled": num_dropped} if num_dropped else {})
-    stack.check_books(job)
+    stack.check_audit(job)
     return int(num_dropped)
 
 
 def greedy_score(model: Any, config: JobConfig, score: Callable[..., float]) -> float:
-    """Score of a transformers model's greedy answers: one prompt at a time, without a cache."""
+    """Return the mean score of a transformers model's greedy answers: one prompt at a time, without a cache."""
     tokenizer = build_tokenizer(config.model)
     source, stops = PromptSource(config.data, tokenizer, config.seed), stop_token_ids(tokenizer, None)
     scores = []
@@ -98,7 +98,7 @@ def greedy_score(model: Any, config: JobConfig, score: Callable[..., float]) -> 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As the trainer of the small job computes."""
+    """Let torch compute with one thread, as the trainer of the small job does."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -107,10 +107,10 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
-def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
-    """Train the log again here, and at each point let the weights of that very version write."""
+def test_an_evaluation_measures_the_version_that_it_names(stack: Any, user_code: Any) -> None:
+    """The test trains the log again and scores greedy answers of each version that was evaluated."""
     every, total = 4, 12
-    for seed in range(4):  # where greedy answers stay the same, every version would do
+    for seed in range(4):  # if greedy answers stayed the same, any version would pass
         job = stack.submit(
             f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=5e-2", "train.max_lag=0",
             "data.eval={type: addition, digits: 1}", f"evaluation={{every: {every}, num_prompts: 16}}", f"seed={seed}",
@@ -118,14 +118,14 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
         )  # fmt: skip
         record = stack.finish(job)
         assert record.status.step == total
-        stack.check_books(job)
+        stack.check_audit(job)
         columns = stack.client.metrics(job, names="eval/greedy")
         pairs = zip(columns["steps"], columns["series"]["eval/greedy"], strict=True)
         measured = {step: value for step, value in pairs if value is not None}
         if len({round(value, 6) for value in measured.values()}) > 1:
             break
     else:
-        pytest.fail("versions write different things")
+        pytest.fail("with no seed did versions give different answers")
 
     config, events, groups = JobConfig.parse(record.spec), stack.ledger(job), stack.groups(job)
     learner = Learner(config)
@@ -149,4 +149,4 @@ def test_a_cancel_without_a_checkpoint_drains_only(stack: Any) -> None:
     assert (record.status.phase, record.last_checkpoint) == ("cancelled", False)
     assert [row["number"] for row in stack.client.checkpoints(job)] == [0]
     assert record.status.step >= 2
-    stack.check_books(job)
+    stack.check_audit(job)

@@ -1,8 +1,8 @@
 """Five services, a log and a bus learn from a simulator what a page of plain PyTorch and Gymnasium learns.
 
-The loops below play their own episodes and share no code with the services but the first weights and the random
-numbers: the noise of actions, the order of decisions, the draws from the buffer. From the ledger they take which draws
-a batch holds and in which order, and from a group which version decided on which step.
+The loops below play their own episodes. They share with the services only the first weights and the random numbers: the
+noise of actions, the order of decisions, the draws from the buffer. The ledger gives them the draws of each batch and
+their order, and a group gives them the version that decided on each step.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ SAC = JOB | {
 
 
 class Episode(NamedTuple):
-    """T decisions: what was seen, also after the last one; actions as they were drawn, rewards."""
+    """Episode of T decisions: T + 1 observations, and the drawn action, log-prob and reward of each decision."""
 
     observations: np.ndarray[Any, Any]
     actions: np.ndarray[Any, Any]
@@ -63,29 +63,29 @@ class Episode(NamedTuple):
 
 
 Act = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Any]]
-"""``(step, observation [1, O], noise [1])``: the action as drawn [1], its log-prob, and what the simulator takes."""
+"""From ``(step, observation [1, O], noise [1])`` to the drawn action [1], its log-prob, and the simulator's input."""
 
 
 def play(env: Any, job: EmbodiedJob, draw: Draw, kind: Any, act: Act) -> Episode:
-    """One episode."""
+    """Play one episode whose decisions ``act`` makes; return it."""
     seen = [env.reset(seed=job.environment.reset_id(draw.ordinal))[0]]
     noise = NoiseSource(job.seed, draw, 0, kind=kind, shape=(1, 1))
-    drawn, logprobs, rewards, over = [], [], [], False
-    while len(rewards) < job.environment.horizon and not over:
+    drawn, logprobs, rewards, done = [], [], [], False
+    while len(rewards) < job.environment.horizon and not done:
         with torch.no_grad():
             action, logprob, executed = act(
                 len(rewards), torch.tensor(seen[-1])[None], torch.tensor(noise.next(1))[0, 0]
             )
-        observation, reward, over, _, _ = env.step(executed)
+        observation, reward, done, _, _ = env.step(executed)
         seen.append(observation)
         drawn.append(action.numpy())
         logprobs.append(logprob.numpy())
         rewards.append(np.float32(reward))
-    return Episode(np.stack(seen), np.stack(drawn), np.stack(logprobs), np.array(rewards), over)
+    return Episode(np.stack(seen), np.stack(drawn), np.stack(logprobs), np.array(rewards), done)
 
 
 class Normal01:
-    """Mean and deviation of all that was seen."""
+    """Scales inputs by mean and deviation of all observations so far."""
 
     def __init__(self, size: int) -> None:
         self.seen = np.zeros((0, size))
@@ -101,7 +101,7 @@ class Normal01:
 
 
 def network(weights: dict[str, Tensor], prefix: str, activation: type[nn.Module]) -> nn.Sequential:
-    """Two linear layers with the weights of this name."""
+    """Return two linear layers with the weights whose names begin with ``prefix``."""
     first, last = (weights[f"{prefix}{i}.weight"] for i in (0, 2))
     layers = nn.Sequential(nn.Linear(first.shape[1], len(first)), activation(), nn.Linear(len(first), len(last)))
     layers.load_state_dict({n.removeprefix(prefix): t.clone() for n, t in weights.items() if n.startswith(prefix)})
@@ -109,7 +109,7 @@ def network(weights: dict[str, Tensor], prefix: str, activation: type[nn.Module]
 
 
 class Adam:
-    """AdamW with clipped gradients; no loss reaches other parameters."""
+    """AdamW with clipped gradients; a step computes gradients only of its own parameters."""
 
     def __init__(self, params: Any) -> None:
         self.params = list(params)
@@ -123,7 +123,7 @@ class Adam:
 
 
 class PlainPPO:
-    """PPO (arXiv 1707.06347) with GAE on whole episodes of CartPole."""
+    """Plain PPO (arXiv 1707.06347) with GAE on whole episodes of CartPole."""
 
     def __init__(self, job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tensor]) -> None:
         self.job, self.normal = job, Normal01(4)
@@ -171,7 +171,7 @@ class PlainPPO:
 
 
 class PlainSAC:
-    """Soft actor-critic (arXiv 1812.05905) on Pendulum; episodes come from whichever version acted."""
+    """Plain soft actor-critic (arXiv 1812.05905) on Pendulum; the group names the version that decides on each step."""
 
     def __init__(self, job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tensor]) -> None:
         self.job, self.normal = job, Normal01(3)
@@ -181,7 +181,7 @@ class PlainSAC:
         self.log_alpha = nn.Parameter(rule["temperature.log_alpha"].clone())
         self.judges, self.acts = Adam(p for q in self.critics for p in q.parameters()), Adam(self.actor.parameters())
         self.heat = Adam([self.log_alpha])
-        self.kept: list[tuple[Any, ...]] = []
+        self.data: list[tuple[Any, ...]] = []
         self.inserted = 0
         self.versions = [(copy.deepcopy(self.actor), copy.deepcopy(self.normal))]
 
@@ -197,7 +197,7 @@ class PlainSAC:
         return play(env, self.job, group.draw, "normal", act)
 
     def sample(self, actor: nn.Sequential, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions before squashing and the log-probs of the squashed ones, [B, 1] both."""
+        """Return the actions before squashing and the log-probs of the squashed actions, both [B, 1]."""
         mean, raw = actor(x).chunk(2, dim=-1)
         dist = Normal(mean, (-5 + 7 * (torch.tanh(raw) + 1) / 2).exp())
         u = dist.mean + dist.stddev * noise
@@ -208,7 +208,7 @@ class PlainSAC:
         for one in episodes:
             for t, reward in enumerate(one.rewards):
                 row = one.observations[t], one.actions[t], reward, one.observations[t + 1]
-                self.kept[self.inserted % c.buffer.capacity : self.inserted % c.buffer.capacity + 1] = [row]
+                self.data[self.inserted % c.buffer.capacity : self.inserted % c.buffer.capacity + 1] = [row]
                 self.inserted += 1
         for step in range(c.steps_per_update if self.inserted >= c.warmup_transitions else 0):
             self.step(update * c.steps_per_update + step)
@@ -218,7 +218,7 @@ class PlainSAC:
     def step(self, number: int) -> None:
         c: Any = self.job.algorithm
         seed = derive_seed(self.job.seed, "rule")
-        rows = [self.kept[i] for i in np.random.default_rng([seed, number]).integers(0, len(self.kept), c.batch_size)]
+        rows = [self.data[i] for i in np.random.default_rng([seed, number]).integers(0, len(self.data), c.batch_size)]
         noise = np.random.default_rng([seed, number, 1]).standard_normal((2, c.batch_size, 1, 1), np.float32)
         here, there = torch.from_numpy(noise)[..., 0]
         x, y = (self.normal(np.stack([row[i] for row in rows])) for i in (0, 3))
@@ -243,7 +243,7 @@ class PlainSAC:
 
 
 def trained(stack: Any, job: str) -> Iterator[list[EpisodeGroup]]:
-    """The groups of every update as they were sealed."""
+    """Yield the groups of every update, in the order of the sealed batch."""
     events, groups = stack.ledger(job), stack.groups(job)
     sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
     for event in events:
@@ -280,4 +280,4 @@ def test_services_learn_from_a_simulator_what_a_plain_loop_learns(stack: Any, sp
     assert max(apart)[0] < 1e-3, max(apart)
     weights = {f"layers.{name}": tensor for name, tensor in loop.actor.state_dict().items()}
     moved = [float((tensor - first.models["policy"].weights[name]).abs().max()) for name, tensor in weights.items()]
-    assert min(moved) > 0.02, "and the policy is another one than at first"
+    assert min(moved) > 0.02, "the policy has changed since the start"

@@ -1,7 +1,7 @@
 """Five services, a log and a bus learn what a page of plain PyTorch learns, token for token.
 
-The loop below shares no decoder, cache, packing, batching, loss or optimizer code with the services: only the prompts,
-the initial weights and the random numbers by which tokens are drawn.
+The loop below shares no decoder, cache, packing, batching, loss or optimizer code with the services. It shares only the
+prompts, the initial weights and the random numbers by which tokens are drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = ("train.max_lag=0", f"train.max_updates={UPDATES}", "optimizer.learning_
 
 
 class PlainGRPO:
-    """GRPO (DeepSeekMath, arXiv 2402.03300) with one step on each batch, written without any thought of speed."""
+    """Plain GRPO (DeepSeekMath, arXiv 2402.03300) with one step per batch, written without regard to speed."""
 
     def __init__(self, config: JobConfig) -> None:
         self.config, tokenizer = config, build_tokenizer(config.model)
@@ -41,7 +41,7 @@ class PlainGRPO:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.optimizer.learning_rate, weight_decay=0.0)
 
     def update(self, ordinals: range) -> dict[int, tuple[list[list[int]], list[list[float]]]]:
-        """Sample a group for each prompt, then step; returns tokens and log-probs of each group."""
+        """Sample a group for each prompt, then make one step; return tokens and log-probs of each group."""
         groups = {ordinal: self.sample(ordinal) for ordinal in ordinals}
         loss, tokens = torch.zeros(()), 0
         for ordinal, (completions, behaviour) in groups.items():
@@ -59,7 +59,7 @@ class PlainGRPO:
 
     @torch.no_grad()
     def sample(self, ordinal: int) -> tuple[list[list[int]], list[list[float]]]:
-        """One group, token by token, the whole text forward each time."""
+        """Sample one group, each token by a forward pass of the whole text; return tokens and log-probs."""
         seed = derive_seed(self.config.seed, "draw", ordinal, 0)
         completions, logprobs = [], []
         for member in range(self.config.algorithm.group_size):
@@ -75,18 +75,18 @@ class PlainGRPO:
         return completions, logprobs
 
     def logprobs(self, prompt: Any, ids: list[int]) -> Tensor:
-        """Of the tokens of one completion."""
+        """Return the log-probs of the tokens of one completion."""
         logits = self.model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
         return log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
     def reward(self, ids: list[int]) -> float:
-        """Reward of the format scorer."""
+        """Return the reward of the format scorer."""
         text = self.tokenizer.decode(ids[:-1] if ids[-1:] == [self.eos] else ids)
         return float(re.fullmatch(self.config.reward.scorers[0].pattern, text, re.DOTALL) is not None)
 
 
 def trained(stack: Any, job: str) -> Iterator[list[Group]]:
-    """The groups of every update, in the order of their prompts."""
+    """Yield the groups of every update, in the order of their prompts."""
     events, groups = stack.ledger(job), stack.groups(job)
     sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
     for event in events:
@@ -98,7 +98,7 @@ def trained(stack: Any, job: str) -> Iterator[list[Group]]:
 def test_services_learn_what_a_plain_loop_learns(stack: Any, make_job: Any) -> None:
     job = stack.submit(*SMALL)
     assert stack.finish(job).status.step == UPDATES
-    loop, apart, moved = PlainGRPO(JobConfig.parse(make_job(*SMALL))), [], []
+    loop, apart, rewards = PlainGRPO(JobConfig.parse(make_job(*SMALL))), [], []
     for update, batch in enumerate(trained(stack, job)):
         plain = loop.update(range(batch[0].draw.ordinal, batch[-1].draw.ordinal + 1))
         assert len(plain) == len(batch)
@@ -107,7 +107,7 @@ def test_services_learn_what_a_plain_loop_learns(stack: Any, make_job: Any) -> N
             written = [ids.tolist() for ids in np.split(group.token_ids, group.cu_seqlens[1:-1])]
             assert written == completions, f"update {update}, draw {group.draw}"
             apart.append(np.abs(group.logprobs - np.concatenate(logprobs)).max())
-            moved.append(np.mean(group.rewards))
+            rewards.append(np.mean(group.rewards))
     assert update == UPDATES - 1
     assert max(apart) < 1e-4, "after every update both policies are the same"
-    assert np.mean(moved[-20:]) > np.mean(moved[:20]) + 0.1, "and it is another one than at first"
+    assert np.mean(rewards[-20:]) > np.mean(rewards[:20]) + 0.1, "the rewards have risen since the start"

@@ -1,8 +1,9 @@
-"""A trainer is killed at random steps and goes on with another number of ranks: 2, then 1, then 3.
+"""A trainer is killed at random steps and starts again with another number of ranks: 2, then 1, then 3.
 
-Another number of ranks adds up gradients in another order, so what was trained after the last checkpoint cannot be
-repeated to the bit: it is rolled back and its prompts are drawn again. What stays is one run over the data, and its
-weights are those of a single process that trains the same batches without a break, within the bound of a replay.
+Another number of ranks adds up gradients in another order, so a new trainer cannot repeat the updates after the last
+checkpoint bit for bit: they are rolled back, and their prompts are drawn again. The final lineage is one run over the
+data. Its weights are those of a single process that trains the same batches without a break, within the bound of a
+replay.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpoin
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOTAL, EVERY = 20, 3
-"""Updates of the job; updates between checkpoints."""
+"""Updates of the job, and updates between two checkpoints."""
 GROUPS = 4
-"""Of a batch."""
+"""Groups in a batch."""
 
 
 @contextmanager
 def trainer(stack: Any, size: int, **of_the_last: str) -> Iterator[ServiceRanks]:
-    """A trainer of ``size`` ranks, the last one with other variables; at the end all of them are killed at once."""
+    """Run a trainer of ``size`` ranks, the last one with more variables; kill all ranks at once after the block."""
     workers = [f"trainer-of-{size}", *(f"trainer-of-{size}-rank{rank}" for rank in range(1, size))]
     environments = [stack.environment_of(worker) for worker in workers]
     environments[-1] |= of_the_last
@@ -48,7 +49,7 @@ def trainer(stack: Any, size: int, **of_the_last: str) -> Iterator[ServiceRanks]
 
 
 def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrained], list[Checkpointed]]:
-    """The lineage in the end: sealed batches by number, trained ones and checkpoints in order."""
+    """Return the final lineage: sealed batches by number, and trained batches and checkpoints in order."""
     sealed: dict[int, BatchSealed] = {}
     trained: list[BatchTrained] = []
     checkpoints: list[Checkpointed] = []
@@ -67,18 +68,18 @@ def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrai
 
 
 def has_checkpoint_of(stack: Any, job: str, size: int) -> bool:
-    """True once a checkpoint of so many ranks counts: it is written while updates go on."""
+    """Return True once the lineage has a checkpoint of ``size`` ranks; the trainer writes it during later updates."""
     return any(ranks_of(stack, checkpoint) == str(size) for checkpoint in lineage(stack.ledger(job))[2])
 
 
 def ranks_of(stack: Any, checkpoint: Checkpointed) -> str:
-    """How many ranks wrote it."""
+    """Return the number of ranks that wrote a checkpoint."""
     manifest = msgspec.json.decode((stack.data_dir / checkpoint.path / "manifest.json").read_bytes())
     return str(manifest["environment"]["ranks"])
 
 
 @pytest.mark.long
-def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
+def test_a_trainer_continues_with_another_number_of_ranks(stack_without_trainer: Any) -> None:
     stack = stack_without_trainer
     seed = int(os.environ.get("PENSTOCK_TEST_SEED") or random.SystemRandom().randrange(1000))
     chance = random.Random(seed)
@@ -93,12 +94,12 @@ def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
         with trainer(stack, size):
             stack.reach(job, step, 120)
             stack.until(lambda size=size: has_checkpoint_of(stack, job, size), f"a checkpoint of {size} ranks", 60)
-            assert stack.status(job).step < TOTAL, "the job was over before the trainer was killed"
+            assert stack.status(job).step < TOTAL, "the job ended before the trainer was killed"
     with trainer(stack, 3):
         record = stack.finish(job, 120)
         rows = list(stack.client.replay(job))
     assert (record.status.phase, record.status.step) == ("succeeded", TOTAL), record.status
-    stack.check_books(job)
+    stack.check_audit(job)
 
     events = stack.ledger(job)
     sealed, trained, checkpoints = lineage(events)
@@ -121,7 +122,7 @@ def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
 
 @pytest.mark.long
 def test_an_error_of_one_rank_fails_the_job(stack_without_trainer: Any) -> None:
-    """Rank 1 lacks a module that the others have, while these wait for it in a collective of the warm start."""
+    """Rank 1 lacks a module that rank 0 has, while rank 0 waits for rank 1 in a collective of the warm start."""
     stack = stack_without_trainer
     job = stack.submit(
         "data.curriculum=e2e_scorers:as_they_come", "warm_start.steps=2", "backend.type=fsdp", "train.max_updates=2"
@@ -130,5 +131,5 @@ def test_an_error_of_one_rank_fails_the_job(stack_without_trainer: Any) -> None:
         record = stack.finish(job, 120)
         stack.until(lambda: not ranks.running, "the ranks end, for there is no way out of the collective", 60)
     assert record.status.phase == "failed"
-    told = "rank 1: the warm start: data.curriculum: 'e2e_scorers:as_they_come' cannot be imported"
-    assert told in record.status.message
+    message = "rank 1: the warm start: data.curriculum: 'e2e_scorers:as_they_come' cannot be imported"
+    assert message in record.status.message

@@ -1,6 +1,6 @@
-"""A trainer of two tensor-parallel ranks trains a job to its end through the death of one, with the same bits.
+"""A trainer of two tensor-parallel ranks survives the death of one rank and trains its job to the end, bit for bit.
 
-A replay has one rank only: other bits, near.
+A replay has only one rank: its weights are near, but have other bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.t
 TOTAL = 6
 
 
-def test_a_rank_of_a_cut_model_is_killed(stack_of_ranks: Any, nursery: Any) -> None:
+def test_a_tensor_parallel_trainer_survives_a_killed_rank(stack_of_ranks: Any, nursery: Any) -> None:
     stack = stack_of_ranks
     job = stack.submit(
         f"train.max_updates={TOTAL}", "backend.type=megatron", "backend.tensor_parallel=2", "checkpoint.every=2",
@@ -37,7 +37,7 @@ def test_a_rank_of_a_cut_model_is_killed(stack_of_ranks: Any, nursery: Any) -> N
     record = stack.finish(job, 150)
 
     assert (record.status.phase, record.status.step) == ("succeeded", TOTAL), record.status
-    stack.check_books(job)
+    stack.check_audit(job)
     events = stack.ledger(job)
     trained = [event.number for event in events if isinstance(event, BatchTrained)]
     assert trained == list(range(1, TOTAL + 1)), "no gap and no repeat"
@@ -51,7 +51,7 @@ def test_a_rank_of_a_cut_model_is_killed(stack_of_ranks: Any, nursery: Any) -> N
 
 
 async def replay(nursery: Any, stack: Any, job: str, bus: Bus) -> list[ReplayRow]:
-    """On this host, in a process of its own."""
+    """Replay the job on this host, in a process of its own; return the rows that it publishes."""
     state, rows = read_state(stack.directory / "data"), list[ReplayRow]()
     assert state is not None
     listening = await bus.subscribe(

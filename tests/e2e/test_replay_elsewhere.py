@@ -1,4 +1,4 @@
-"""A replay on another environment than that of the training: other bits, within the bounds that it states."""
+"""A replay in another environment than that of the training gives other bits, within the bounds that it states."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from penstock.shared.transport.bus import Bus
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(180)]
 
 
-def test_other_instructions_give_near_weights(stack: Any) -> None:
-    """torch is told to use no vector instructions, as on an older CPU."""
+def test_a_replay_by_other_cpu_instructions_gives_near_weights(stack: Any) -> None:
+    """torch uses no vector instructions in the replay, as on an older CPU."""
     job = stack.submit(
         "train.max_updates=24", "checkpoint.every=8", "checkpoint.keep=4", "optimizer.learning_rate=1e-3"
     )

@@ -1,4 +1,4 @@
-"""Two coordinators: either serves everybody, one leads; it may die, and the other one goes on within seconds."""
+"""Two coordinators: both serve all clients and one leads; if it dies, the other one takes over within seconds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ API_KEY = "e2e-key"
 KEY = {"authorization": f"Bearer {API_KEY}"}
 LEASE_S = ServiceSettings.model_fields["lease_s"].default
 MOVED_S = 5.0
-"""The lease is with somebody else by then: its length, a look at it, and what a busy machine adds."""
+"""Limit for a change of the leader: length of the lease, one poll of it, and delays of a busy machine."""
 PACED = {"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "processes": 1}
 LIVE = {
     "kind": "online_rl",
@@ -45,37 +45,37 @@ LIVE = {
 
 
 def lease_holder(stack: Any) -> str:
-    """Holder of the lease by its record; no coordinator is asked."""
+    """Return the holder of the lease from its record, without asking a coordinator."""
     entry = stack.on_bus(lambda bus: bus.kv(subjects.LEASES).get(COORDINATOR))
     return msgspec.json.decode(entry.value, type=LeaseRecord).holder
 
 
 def leader(url: str) -> str:
-    """Holder of the lease, as one coordinator knows."""
+    """Return the holder of the lease that the coordinator at ``url`` reports."""
     reply = httpx.get(f"{url}/readyz", timeout=10).json()
     return str(reply["checks"]["leader"]["detail"]).partition(" ")[0]
 
 
 class Replica:
-    """The second coordinator, started by hand with the lease of a deployment that says nothing about it."""
+    """Second coordinator, started by hand with the lease that a deployment has by default."""
 
     def __init__(self, process: Any, url: str) -> None:
         self.process, self.url = process, url
         self.client = Client(url, api_key=API_KEY, retries=10)
 
     def leader(self) -> str:
-        """Holder of the lease."""
+        """Return the holder of the lease that this coordinator reports."""
         return leader(self.url)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process by SIGKILL, and wait for its end."""
         self.process.kill()
         self.process.wait()
 
 
 @pytest.fixture
 def replica(stack: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
-    """A second coordinator beside that of the stack."""
+    """Second coordinator beside that of the stack."""
     port = free_ports(1)[0]
     monkeypatch.setitem(stack.environment, "PENSTOCK_HTTP_PORT", str(port))
     monkeypatch.setitem(stack.environment, "PENSTOCK_LEASE_S", str(LEASE_S))
@@ -86,12 +86,12 @@ def replica(stack: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Replica]:
 
 
 def trained(stack: Any, job: str) -> list[BatchTrained]:
-    """As the ledger says; no coordinator is asked."""
+    """Return the trained batches from the ledger, without asking a coordinator."""
     return [event for event in stack.ledger(job) if isinstance(event, BatchTrained)]
 
 
 def hang_up_while_submitting(url: str, body: bytes, name: str) -> None:
-    """Send a submission and leave without waiting for its reply."""
+    """Send a submission, and disconnect without waiting for the reply."""
     host, _, port = url.removeprefix("http://").partition(":")
     head = (
         f"POST /v1/jobs HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {API_KEY}\r\nIdempotency-Key: {name}\r\n"
@@ -103,7 +103,7 @@ def hang_up_while_submitting(url: str, body: bytes, name: str) -> None:
 
 @pytest.mark.long
 def test_a_client_that_hangs_up_leaves_no_orphan(stack: Any, replica: Replica, make_job: Any) -> None:
-    """Either there is no job, or one that is led; the same submission again, elsewhere, is the same job."""
+    """If a submission created a job, the same submission to the other coordinator gives that job, else a new one."""
     urls = [stack.stack.url, replica.url]
     body = json.dumps(make_job("train.max_updates=1000", metadata={"test": "hung-up"})).encode()
     names = [f"hung-up-{number}" for number in range(4)]
@@ -125,7 +125,7 @@ def test_a_client_that_hangs_up_leaves_no_orphan(stack: Any, replica: Replica, m
 
 
 def follow(urls: list[str], job: str, connections: int) -> list[int]:
-    """Ids of events: one from each connection, to one coordinator after the other."""
+    """Return the ids of events: one from each of the connections, which go to the coordinators in turn."""
     seen: list[int] = []
     for _, url in zip(range(connections), itertools.cycle(urls), strict=False):
         headers = {**KEY, "accept": "text/event-stream", "last-event-id": str(seen[-1] if seen else 0)}
@@ -163,20 +163,20 @@ def test_the_lease_moves_and_the_job_goes_on(stack: Any, replica: Replica, make_
     stack.until(lambda: trained(stack, job)[-1].writer_epoch > epoch, "updates that nobody asked for", 30)
     updated_s = time.monotonic() - began
     with capsys.disabled():
-        told = f"lease of {LEASE_S:g} s: moved {stalled_s:.1f} s after a stall, {killed_s:.1f} s after SIGKILL"
-        print(f"\n{told}; an update after {updated_s:.1f} s")
+        summary = f"lease of {LEASE_S:g} s: moved {stalled_s:.1f} s after a stall, {killed_s:.1f} s after SIGKILL"
+        print(f"\n{summary}; an update after {updated_s:.1f} s")
     assert max(stalled_s, killed_s) <= MOVED_S, "from the signal to the lease record of the next one"
     total = stack.reach(job, step + 2) + 15
     stack.client.amend(job, {"train": {"max_updates": total}})
     record = stack.finish(job)
     assert (record.status.phase, record.status.step) == ("succeeded", total)
     assert record.status.attempt >= 3, "led by one, by the other, and by the one again"
-    stack.check_books(job)
+    stack.check_audit(job)
     assert [event.number for event in trained(stack, job)] == list(range(1, total + 1)), "each update once"
 
 
 class Agent(threading.Thread):
-    """Asks and judges at two coordinators in turn, and repeats elsewhere what failed, as stock clients do."""
+    """Client that asks and posts feedback at two coordinators in turn, and retries failed requests at the other one."""
 
     def __init__(self, urls: list[str], stop: threading.Event) -> None:
         super().__init__()
@@ -232,8 +232,8 @@ def test_live_requests_and_feedback_outlive_either_coordinator(stack: Any, repli
     answers = [id for agent in agents for id in agent.answers]
 
     async def stored(bus: Any) -> tuple[Counter[str], list[Interaction]]:
-        said = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
-        items = [item for message in said for item in unpack(message.data, FeedbackBatch)[0].items]
+        batches = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
+        items = [item for message in batches for item in unpack(message.data, FeedbackBatch)[0].items]
         records = await bus.read(subjects.INTERACTIONS, subjects.interactions(job))
         return Counter(item.id for item in items), [unpack(record.data, Interaction)[0] for record in records]
 
@@ -245,4 +245,4 @@ def test_live_requests_and_feedback_outlive_either_coordinator(stack: Any, repli
     assert all(stack.client.feedback_status(agent.accepted[-1]).job == job for agent in agents)
     stack.client.cancel(job)
     stack.finish(job)
-    stack.check_books(job)
+    stack.check_audit(job)

@@ -1,4 +1,4 @@
-"""Views of a job that runs, in a browser: the dialog that changes it, and what its workers did before."""
+"""Views of a running job in a browser: the dialog that changes the job, and the history of its workers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.shared.config.jobs.job import JobConfig
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
 
 LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
-"""A job that the test ends itself, however slow or fast the machine is."""
+"""Changes that make a job so long that only the test ends it, however fast the machine is."""
 LEAST = {"train.max_updates": 1, "checkpoint.every": 1, "checkpoint.keep": 1, "limits.byte_budget": 1024}
-"""Borders that are not 0."""
+"""Smallest valid values that are not 0, by key."""
 
 
 @pytest.mark.long
-def test_what_is_changed_of_a_running_job_is_sent_and_nothing_else(stack: Any, page: Any, enter: Any) -> None:
-    """Fields have present values and the ranges of the job file; what is out of range does not leave the dialog."""
+def test_the_dialog_sends_only_the_values_that_the_user_changed(stack: Any, page: Any, enter: Any) -> None:
+    """Fields show current values and the ranges of the job file; the dialog sends no value that is out of range."""
     kl = {"group_size": 4, "kl": {"coef": 0.05}}
     job = stack.submit(*LONG, name="amended", algorithm=kl, metadata={"owner": "ana", "team": "a"})
     enter(page, stack, where=f"#/jobs/{job}")
@@ -66,14 +66,14 @@ def test_what_is_changed_of_a_running_job_is_sent_and_nothing_else(stack: Any, p
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
-    """``a.b`` and a value as ``{"a": {"b": value}}``."""
+    """Return ``{"a": {"b": value}}`` for the name ``a.b``."""
     for part in reversed(name.split(".")):
         value = {part: value}
     return dict(value)
 
 
 def is_refused(data: dict[str, Any]) -> bool:
-    """The range of a key is left; a whole that does not fit is another matter."""
+    """Return True if a value is out of the range of its key; other reasons to refuse the job do not count."""
     try:
         JobConfig.model_validate(data)
     except ValidationError as error:
@@ -86,16 +86,16 @@ def test_the_strips_of_workers_begin_before_the_page_was_opened(stack: Any, page
     job = stack.submit(*LONG, name="strips")
     stack.reach(job, 1)
 
-    def seconds_told() -> float:
+    def history_s() -> float:
         (row,) = [row for row in stack.client.workers(job, history=True) if row["worker"] == "rollout-0"]
         return max((span["start_age_s"] for span in row["spans"]), default=0.0)
 
-    stack.until(lambda: seconds_told() > 8, "a history of some seconds")
+    stack.until(lambda: history_s() > 8, "a history of some seconds")
     enter(page, stack, where=f"#/jobs/{job}/workers")
-    told = page.get_by_text(re.compile(r"^The last \d+ s, from their heartbeats"))
-    told.wait_for()
-    since_opened, text = page.evaluate("one => [performance.now() / 1000, one.textContent]", told.element_handle())
-    assert float(text.split()[2]) > since_opened + 3, "what this page saw itself is shorter"
+    caption = page.get_by_text(re.compile(r"^The last \d+ s, from their heartbeats"))
+    caption.wait_for()
+    since_opened, text = page.evaluate("one => [performance.now() / 1000, one.textContent]", caption.element_handle())
+    assert float(text.split()[2]) > since_opened + 3, "the history begins before the page was opened"
     page.get_by_label(re.compile("^rollout-0: busy")).wait_for()
     stack.client.cancel(job, checkpoint=False)
     assert stack.finish(job).status.phase == "cancelled"

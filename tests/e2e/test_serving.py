@@ -1,4 +1,4 @@
-"""A trained model is used: named in other job files, deployed, and asked by the stock API of OpenAI."""
+"""Use of a trained model: other job files name it, it is deployed, and clients ask it by OpenAI's API."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LORA = {"rank": 2, "alpha": 4}
 
 @pytest.fixture(scope="module")
 def trained(stack: Any) -> str:
-    """A finished job with checkpoints 0 and 4, and mostly one between: none is taken while another is being written."""
+    """Id of a finished job with checkpoints 0 and 4, and usually one between: no two are written at the same time."""
     job: str = stack.submit("name=served-from", "train.max_updates=4", "checkpoint.every=2", "checkpoint.keep=3")
     assert stack.finish(job).status.phase == "succeeded"
     return job
@@ -44,13 +44,13 @@ def trained(stack: Any) -> str:
 
 @pytest.fixture(scope="module")
 def earlier(stack: Any, trained: str) -> int:
-    """Number of the last checkpoint but one."""
+    """Number of the last checkpoint but one of ``trained``."""
     return int(stack.client.checkpoints(trained)[-2]["number"])
 
 
 @pytest.fixture(scope="module")
 def adapted(stack: Any, trained: str) -> str:
-    """A finished job that trained an adapter of the final checkpoint of ``trained``."""
+    """Id of a finished job that trained an adapter on the final checkpoint of ``trained``."""
     base = stack.client.checkpoints(trained)[-1]["path"]
     job: str = stack.submit(
         "name=adapted", "train.max_updates=2", "optimizer.learning_rate=0.05", model={"path": base, "lora": LORA}
@@ -85,19 +85,19 @@ def status_of(http: httpx.Client, model: str) -> int:
 
 
 def deployments(stack: Any) -> list[JobRecord]:
-    """Those that a request began and that go on."""
+    """Return the running deployments that requests have started."""
     found = stack.client.list(kind="serving", metadata={"deployed": "on request"})
     return [record for record in found if record.status.phase not in TERMINAL_PHASES]
 
 
 def holders(stack: Any, job: str) -> list[tuple[str, str, int]]:
-    """Service and name of the workers that hold slots for a deployment, and the version that each serves."""
+    """Return service and name of each worker that holds slots for a deployment, and the version that it serves."""
     rows = stack.client.workers(job)
     return [(row["service"], row["worker"], row["version"]) for row in rows if "requests" in row]
 
 
 def end(stack: Any, job: str) -> None:
-    """Give a deployment's slots back."""
+    """Cancel a deployment, unless it has ended, and wait for its end."""
     if stack.status(job).phase not in TERMINAL_PHASES:
         stack.client.cancel(job)
     stack.finish(job)
@@ -167,12 +167,12 @@ def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, htt
     ) as reply:  # fmt: skip
         assert reply.status_code == 200, reply.read()
         assert "[DONE]" in "".join(reply.iter_text())
-    said = say(http, model)
-    assert say(http, "job:served-from@4") == said
+    text = say(http, model)
+    assert say(http, "job:served-from@4") == text
     deployed = deployments(stack)
     assert [record.origin.checkpoint for record in deployed] == [f"job:{trained}@4"]
     assert http.get(f"/v1/models/{model}").json()["served"] is True
-    assert say(http, deployed[0].name) == said
+    assert say(http, deployed[0].name) == text
     missing = chat(http, "job:served-from@7")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
     others = [
@@ -189,7 +189,7 @@ def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, htt
     assert int(full.headers["retry-after"]) > 0
     for one in (*others, deployed[0].id):
         end(stack, one)
-    assert say(http, model) == said, "another deployment takes its place"
+    assert say(http, model) == text, "another deployment takes its place"
     end(stack, deployments(stack)[0].id)
 
 
@@ -251,19 +251,19 @@ def test_an_adapter_is_exported_alone_or_merged(stack: Any, adapted: str, tmp_pa
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The routes of the hub of an upload: ``server.made`` has what was created, ``server.files`` the contents."""
+    """Stub of the hub's upload routes: ``server.created`` lists new repositories, ``server.files`` contents by path."""
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_POST(self) -> None:
-        """Answer a request of huggingface_hub; files are inline, none by LFS."""
+        """Answer a request of huggingface_hub; files come inline, none by LFS."""
         server: Any = self.server
         body, at = self.rfile.read(int(self.headers["content-length"] or 0)), f"http://{self.headers['host']}"
         assert self.headers["authorization"] == "Bearer hf_none"
         path = urlsplit(self.path).path
         if path == "/api/repos/create":
-            server.made.append(json.loads(body))
+            server.created.append(json.loads(body))
             self.answer({"url": f"{at}/somebody/adder", "name": "somebody/adder"})
         elif path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
@@ -291,9 +291,9 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[Any]:
-    """A hub on this machine."""
+    """Stub of the hub on this machine."""
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.made, server.files = [], {}
+    server.created, server.files = [], {}
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -303,7 +303,7 @@ def hub() -> Iterator[Any]:
 
 
 def push(stack: Any, job: str, folder: Path, port: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """Export a job to ``folder/model`` and to the hub at a port, in a process: the address is read at the import."""
+    """Export a job to ``folder/model`` and to the hub at ``port``, in a process, which reads the address at import."""
     script = "import sys; from penstock.cli.app import main; sys.argv[0] = 'penstock'; main()"
     command = ["export", job, "--to", str(folder / "model"), "--push-to-hub", "somebody/adder", *words]
     environment = {
@@ -323,7 +323,7 @@ def push(stack: Any, job: str, folder: Path, port: int, *words: str) -> subproce
 
 @pytest.mark.long
 def test_a_folder_is_pushed_to_the_hub(stack: Any, trained: str, hub: Any, tmp_path: Path) -> None:
-    """A repository is private unless the user says otherwise."""
+    """A repo is private unless the user says otherwise."""
     for number, words in enumerate(((), ("--public",))):
         folder = tmp_path / str(number)
         ran = push(stack, trained, folder, hub.server_address[1], *words)
@@ -333,14 +333,14 @@ def test_a_folder_is_pushed_to_the_hub(stack: Any, trained: str, hub: Any, tmp_p
         assert "model.safetensors" in hub.files
         assert hub.files == written
         hub.files.clear()
-    assert [(made["name"], made["organization"], made["visibility"]) for made in hub.made] == [
+    assert [(repo["name"], repo["organization"], repo["visibility"]) for repo in hub.created] == [
         ("adder", "somebody", "private"), ("adder", "somebody", "public"),
     ]  # fmt: skip
 
 
 @pytest.mark.long
-def test_a_hub_that_is_not_there_is_named(stack: Any, trained: str, tmp_path: Path) -> None:
-    """The folder is whole when the hub fails: no network here, so that nothing is uploaded."""
+def test_an_unreachable_hub_is_named(stack: Any, trained: str, tmp_path: Path) -> None:
+    """No hub listens at the address; the exported folder is whole all the same."""
     ran = push(stack, trained, tmp_path, free_ports(1)[0])
     assert ran.returncode == 4, ran.stdout + ran.stderr
     assert "is written, but the hub did not take it as 'somebody/adder'" in ran.stderr

@@ -1,4 +1,4 @@
-"""Many short jobs, one after another: no process grows, and nothing of them is left."""
+"""Many short jobs, one after another: no process grows, and no job leaves anything behind."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ JOBS, WARM = int(os.environ.get("PENSTOCK_SOAK_JOBS", "30")), 10
 """Allocators and caches have settled after the first ``WARM`` jobs; PENSTOCK_SOAK_JOBS=50 finds smaller leaks."""
 SLACK = 0.05
 SLACK_BYTES, SLACK_COUNT = 16 << 20, 2
-"""Growth that is allowed in any case: less than the weights of one job, and a connection that comes and goes."""
+"""Growth that is always allowed: less than the weights of one job, and a connection that comes and goes."""
 MODEL = ("hidden_size=256", "intermediate_size=1024", "num_layers=6")
-"""22 MiB of weights: what a process keeps of some jobs shows."""
+"""22 MiB of weights, so that it shows if a process does not release those of some jobs."""
 SETTLE_S = 60.0
 """Longer than a process needs to release memory for the second time."""
 
 
 class Use(NamedTuple):
-    """Of one process and those that it started."""
+    """Resources of one process and its children."""
 
     rss_bytes: int
     descriptors: int
@@ -44,7 +44,7 @@ def use_of(pid: int) -> Use:
 
 
 def growth(first: dict[str, Use], last: dict[str, Use]) -> list[str]:
-    """Where more is held than at first; a line each."""
+    """Return a line for each resource of which a process holds more than at first."""
     found = []
     for name, before in first.items():
         now, slack = last[name], (SLACK_BYTES, SLACK_COUNT, SLACK_COUNT, 0)
@@ -56,7 +56,7 @@ def growth(first: dict[str, Use], last: dict[str, Use]) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_many_jobs_leave_every_process_as_ten_did(deploy: Callable[[Path], Any], store_dir: Path) -> None:
+def test_processes_hold_no_more_after_many_jobs_than_after_ten(deploy: Callable[[Path], Any], store_dir: Path) -> None:
     changes = [f"model.config.{change}" for change in MODEL] + ["train.max_updates=2", "train.batch_size=8"]
     with deploy(store_dir) as stack:
 

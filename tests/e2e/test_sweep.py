@@ -1,4 +1,4 @@
-"""A sweep makes a group of jobs, waits for them and compares them."""
+"""A sweep submits a group of jobs, waits for them and compares them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_rates_and_seeds_are_compared(stack: Any, make_job: Any, tmp_path: Path)
 
 
 def check_table(stack: Any, file: Path) -> None:
-    """People get one row for each combination, with the figures of JSON."""
+    """Check that the table has one row for each combination, with the rewards of its jobs."""
     words = ("--grid", "optimizer.learning_rate=1e-4", "--seeds", "2", "--set", "train.max_updates=1")
     result = stack.cli("sweep", str(file), *words)
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""Jobs whose policy calls tools, through all services: it learns to, an object keeps state, and the books hold."""
+"""Jobs whose policy calls tools, through all services: it learns to, an object has state, and the audit passes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SMALL = (
     "warm_start.learning_rate=0.004", "optimizer.learning_rate=0.0005", "optimizer.schedule=constant",
     "train.minibatches=1", "evaluation.every=0", "limits.byte_budget=33554432", "environment.tool_timeout_s=2",
 )  # fmt: skip
-DESK = {
-    "type": "method", "name": "compute", "path": "e2e_environments:Desk", "description": "Computes.",
+CALCULATOR = {
+    "type": "method", "name": "compute", "path": "e2e_environments:Calculator", "description": "Computes.",
     "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
 }  # fmt: skip
 
 
 @pytest.fixture
 def annotations(tmp_path: Path) -> Path:
-    """A file like GSM8K's: calculator annotations inside solutions."""
+    """File like that of GSM8K, with calculator annotations in the solutions."""
     dice = random.Random(0)
     path = tmp_path / "annotations.jsonl"
     lines = []
@@ -45,7 +45,7 @@ def annotations(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_spec(annotations: Path) -> Callable[..., dict[str, Any]]:
-    """The example on a smaller model and another file, with changes."""
+    """Function that returns the example with a smaller model, another data file and changes."""
 
     def make(*changes: str) -> dict[str, Any]:
         spec = with_overrides(load_yaml(EXAMPLE), [*SMALL, *changes])
@@ -61,7 +61,7 @@ def test_a_policy_learns_to_call_its_tool(stack: Any, make_spec: Callable[..., d
     spec = make_spec(f"train.max_updates={TOTAL}", f"checkpoint.every={TOTAL // 2}")
     job = stack.client.submit(spec).id
     stack.reach(job, 8, seconds=200)
-    stack.kill("env-0")  # with calls in hand: they are asked for again, and nothing fails
+    stack.kill("env-0")  # during calls: rollout workers send them again, and nothing fails
     record = stack.finish(job, seconds=240)
     assert (record.status.phase, record.status.step) == ("succeeded", TOTAL)
     series = stack.client.metrics(job, names="reward/mean,tokens/observed")["series"]
@@ -73,28 +73,28 @@ def test_a_policy_learns_to_call_its_tool(stack: Any, make_spec: Callable[..., d
     assert len(groups) > 32, "those since a retained checkpoint"
     for group in groups.values():
         check_turns(group)
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=TOTAL // 2)
 
 
-def test_an_object_of_the_user_lives_as_an_episode_does(stack: Any, make_spec: Callable[..., dict[str, Any]]) -> None:
+def test_an_object_of_the_user_lives_for_one_episode(stack: Any, make_spec: Callable[..., dict[str, Any]]) -> None:
     spec = make_spec("train.max_updates=6", "checkpoint.every=3", "environment.restarts=3")
-    spec["environment"]["tools"], spec["reward"]["scorers"] = [DESK], [{"type": "environment"}]
+    spec["environment"]["tools"], spec["reward"]["scorers"] = [CALCULATOR], [{"type": "environment"}]
     job = stack.client.submit(spec).id
     stack.reach(job, 2, seconds=100)
-    stack.kill("env-0")  # with objects in hand: their episodes are begun again
+    stack.kill("env-0")  # while objects live: their episodes start again
     record = stack.finish(job, seconds=100)
     assert (record.status.phase, record.status.step) == ("succeeded", 6)
     groups = stack.groups(job).values()
     for group in groups:
         check_turns(group)
     assert {0.5, 1.0} <= {float(reward) for group in groups for reward in group.rewards} <= {0.0, 0.5, 1.0}
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=3)
 
 
 def check_turns(group: Group) -> None:
-    """Observations lie between turns of the policy and have no log-prob."""
+    """Check that observations lie between turns of the policy and have no log-prob."""
     assert not group.failed.any()
     for start, end in zip(group.cu_seqlens, group.cu_seqlens[1:], strict=False):
         mask, logprobs = group.mask[start:end], group.logprobs[start:end]

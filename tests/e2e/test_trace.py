@@ -1,4 +1,4 @@
-"""A trace begins at the API and is in all that is sent and logged for a job."""
+"""A trace begins at the API and is in all messages and log lines of a job."""
 
 from __future__ import annotations
 

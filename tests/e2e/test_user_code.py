@@ -1,4 +1,4 @@
-"""The worked example of docs/rewards.md, as it stands there: a function beside the job file, tried and trained with."""
+"""The example of docs/rewards.md, executed as written: a function beside the job file, tried and trained with."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SECTION = MANUAL.read_text(encoding="utf-8").partition("## A function of yours\n
 
 
 def block(language: str) -> str:
-    """The code block of the section in one language."""
+    """Return the code block of the section in one language."""
     (found,) = re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
     return str(found)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The files of the section."""
+    """Folder with the files of the section."""
     (tmp_path / "reward.py").write_text(block("python"))
     (tmp_path / "job.yaml").write_text(block("yaml"))
     return tmp_path
 
 
 @pytest.mark.long
-def test_the_example_of_the_manual(stack: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_manual_runs(stack: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     dry, submit = (shlex.split(line) for line in block("bash").splitlines())
     plan = stack.cli(*dry[1:])
@@ -60,8 +60,8 @@ def test_data_beside_the_job_file_is_trained(stack: Any, folder: Path) -> None:
     result = stack.cli("submit", str(folder / "job.yaml"), "--follow", "--set", "train.max_updates=3", *sums)
     assert result.exit_code == 0, result.output
     (source,) = stack.client.find("own-reward").spec["data"]["train"]
-    (kept,) = [file for file in stack.client.files.list() if file.filename == "sums.jsonl"]
-    assert (source["path"], kept.rows) == (kept.id, 8)
+    (upload,) = [file for file in stack.client.files.list() if file.filename == "sums.jsonl"]
+    assert (source["path"], upload.rows) == (upload.id, 8)
     check_digest(stack, stack.client.find("own-reward"))
     (folder / "sums.jsonl").write_text('{"prompt": 1, "answ\n')
     refused = stack.cli("submit", str(folder / "job.yaml"), "--dry-run", *sums)
@@ -69,7 +69,7 @@ def test_data_beside_the_job_file_is_trained(stack: Any, folder: Path) -> None:
 
 
 def check_digest(stack: Any, record: JobRecord) -> None:
-    """The ledger pins the code: its digest is that of the job file, which names the code by its SHA-256."""
+    """Check that the ledger pins the code: the digest covers the job file, which names the code by its SHA-256."""
     (pinned,) = [event.config_digest for event in stack.ledger(record.id) if isinstance(event, JobStarted)]
     spec = record.spec
     assert pinned == xxhash.xxh3_64_hexdigest(parse_job(spec).model_dump_json().encode())
@@ -144,7 +144,7 @@ reward:
 
 @pytest.mark.long
 def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
-    """Each service imports and calls the code that it would run; files and lines of mistakes are named."""
+    """Each service imports and calls the code that it would run; the dry run names file and line of mistakes."""
     file, code = folder / "job.yaml", folder / "code.py"
     plain, _, rest = (folder / "job.yaml").read_text().partition("reward:\n")
     rest = "algorithm:" + rest.partition("algorithm:")[2]
@@ -168,18 +168,18 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
         assert f"{key}: importing code.py:" in refused.output
     assert "No module named 'nothing_of_that_name' (code.py, line 2)" in refused.output
     assert "; install what has 'nothing_of_that_name' beside the env service" in refused.output
-    for changed, into, said in [
+    for changed, into, message in [
         ("count(word, letter)", "count(word)", "environment.tools[0] (count): tool function"),
         ("__init__(self, seed, row)", "__init__(self, row)", "environment.tools[1] (look): the class"),
         ("reward(self, answer)", "reward(self)", "environment: the method 'reward'"),
         ("rank(row)", "rank()", "data.curriculum: 'code.py:rank'"),
     ]:
         refused = dry_run(changed, into)
-        assert (refused.exit_code, said in refused.output) == (2, True), refused.output
+        assert (refused.exit_code, message in refused.output) == (2, True), refused.output
         assert "cannot be called with" in refused.output
     refused = dry_run(grade="def grading(sample, item):\n    return 1.0\n")
     assert (refused.exit_code, "defines no function grade" in refused.output) == (2, True), refused.output
-    for changed, into, said in [
+    for changed, into, message in [
         ("word.count(letter)", "{}[word]", "raised KeyError: 'text' (code.py, line 5)"),
         ('float(row["answer"])', 'row["level"]', "raised KeyError: 'level' (code.py, line 8)"),
         (
@@ -191,7 +191,7 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
         warned = dry_run(changed, into)
         assert warned.exit_code == 0, warned.output
         (warning,) = [text for text in json.loads(warned.stdout)["warnings"] if "raised" in text]
-        assert said in warning
+        assert message in warning
     warned = dry_run(grade=source.replace("return", "import nothing_of_that_name\n    return"))
     assert warned.exit_code == 0, warned.output
     assert "grade() raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in warned.output
@@ -211,8 +211,8 @@ def test_a_dry_run_imports_an_engine_and_does_not_open_it(stack: Any) -> None:
 
 
 @pytest.mark.long
-def test_an_engine_of_the_users_own_trains_a_job(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job of docs/how-to/engine.md, as it stands there."""
+def test_a_custom_engine_trains_a_job(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job of docs/how-to/engine.md, executed as written."""
     monkeypatch.chdir(EXAMPLES.parent)
     page = (MANUAL.parent / "how-to/engine.md").read_text()
     (commands,) = re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
@@ -225,30 +225,30 @@ def test_an_engine_of_the_users_own_trains_a_job(stack: Any, monkeypatch: pytest
     assert max(value for value in mismatch if value is not None) < 1e-4
     versions = {int(row[1]) for group in stack.groups(job.id).values() for row in group.spans}
     assert len(versions) > 1, "it followed the versions"
-    stack.check_books(job.id)
+    stack.check_audit(job.id)
 
 
 @pytest.mark.long
 def test_a_job_says_why_its_engine_cannot_be_opened(stack: Any) -> None:
-    for change, said in [
+    for change, message in [
         ("rollout.options={atention: eager}", "atention: unknown key; did you mean 'attention'?"),
         ("rollout.path=no_such_module:Engine", "No module named 'no_such_module'"),
     ]:
         result = stack.cli("submit", str(EXAMPLES / "own-engine.yaml"), "--set", change)
         assert result.exit_code == 0, result.output
         job = stack.client.find("own-engine").id
-        stack.until(partial(told, stack, job, said), "the reason", 60, partial(stack.client.why, job))
+        stack.until(partial(is_reason, stack, job, message), "the reason", 60, partial(stack.client.why, job))
         stack.client.cancel(job, checkpoint=False)
         stack.finish(job)
 
 
 @pytest.mark.long
 def test_a_job_says_why_its_engine_does_not_start(stack: Any, tmp_path: Path) -> None:
-    """In ``why``, in its events and in the log of the worker, and it goes on once the engine starts."""
-    said, full = "there is no room for the engine", tmp_path / "full"
+    """``why`` and the events name the reason, and the job continues once the engine starts."""
+    message, full = "there is no room for the engine", tmp_path / "full"
     full.touch()
     begin = "    async def _open(self) -> None:\n"
-    check = f"        if Path({str(full)!r}).exists():\n            raise Unavailable({said!r})\n"
+    check = f"        if Path({str(full)!r}).exists():\n            raise Unavailable({message!r})\n"
     source = (EXAMPLES / "own_engine.py").read_text()
     assert source.count(begin) == 1
     imports = "\nfrom pathlib import Path\nfrom penstock.shared.errors import Unavailable\n"
@@ -257,11 +257,11 @@ def test_a_job_says_why_its_engine_does_not_start(stack: Any, tmp_path: Path) ->
     result = stack.cli("submit", str(tmp_path / "own-engine.yaml"))
     assert result.exit_code == 0, result.output
     job = stack.client.find("own-engine").id
-    stack.until(partial(told, stack, job, said), "the reason", 60, partial(stack.client.why, job))
+    stack.until(partial(is_reason, stack, job, message), "the reason", 60, partial(stack.client.why, job))
 
     def warned() -> bool:
         found = [row for row in stack.client.events(job, follow=False) if row["type"] == "worker_problem"]
-        expected = [("warning", f"rollout worker 'rollout-0': {said}")]
+        expected = [("warning", f"rollout worker 'rollout-0': {message}")]
         return [(row["level"], row["message"]) for row in found] == expected
 
     stack.until(warned, "one event", 60, lambda: list(stack.client.events(job, follow=False)))
@@ -269,5 +269,5 @@ def test_a_job_says_why_its_engine_does_not_start(stack: Any, tmp_path: Path) ->
     assert stack.finish(job).status.phase == "succeeded"
 
 
-def told(stack: Any, job: str, said: str) -> bool:
-    return any(said in str(row) for row in stack.client.why(job))
+def is_reason(stack: Any, job: str, message: str) -> bool:
+    return any(message in str(row) for row in stack.client.why(job))

@@ -1,4 +1,4 @@
-"""A job over an environment of the library `verifiers`, through all services: played, judged, trained, audited."""
+"""A job with an environment of the library `verifiers`, through all services: played, scored, trained, audited."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tasks_are_played_and_trained(stack: Any, python_of: Any, chain: ModuleT
     stack.reach(job, 1, 150)
     below = psutil.Process(stack.pid("env-0")).children(recursive=True)
     (player,) = (child for child in below if "child.py" in " ".join(child.cmdline()))
-    player.kill()  # with episodes in hand: they are begun again
+    player.kill()  # during episodes, which start again
     record = stack.finish(job, 150)
     assert (record.status.phase, record.status.step) == ("succeeded", TOTAL), record.status.message
     groups = stack.groups(job).values()
@@ -52,5 +52,5 @@ def test_tasks_are_played_and_trained(stack: Any, python_of: Any, chain: ModuleT
     assert {tuple(np.unique(group.rewards).tolist()) for group in groups} == {(0.0,), (1.0,)}, (
         "of right and wrong tasks"
     )
-    stack.check_books(job)
+    stack.check_audit(job)
     stack.check_replay(job, at_least=2)

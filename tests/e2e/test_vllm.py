@@ -27,7 +27,7 @@ MISMATCH = 1e-4
 VLLM = {"engine": "vllm", "kv_cache_gib": 0.25}
 SERVER = {**VLLM, "engine": "vllm_server"}
 HEADS = ("model.config.num_heads=1", "model.config.num_kv_heads=1")
-"""Heads of 32, the smallest that vLLM has on a CPU."""
+"""Attention heads of size 32, the smallest that vLLM supports on a CPU."""
 TOOL = Path(__file__).parents[2] / "examples" / "gsm8k-tool.yaml"
 TOOL_CHANGES = (
     "model.config.num_layers=2", "model.config.num_heads=2", "model.config.num_kv_heads=2", "warm_start.steps=45",
@@ -47,7 +47,7 @@ LIVE: dict[str, Any] = {
 def stack(
     deploy: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, python_with: Callable[[str], Path]
 ) -> Iterator[Any]:
-    """Of all tests here: an interpreter of its own imports its own torch."""
+    """Stack for all tests here, whose rollout workers run in vLLM's interpreter with a torch of its own."""
     deployment = deploy(tmp_path_factory.mktemp("vllm") / "run", pythons={"rollout": python_with("vllm")})
     deployment.ready_s = 400.0
     with deployment as found:
@@ -61,7 +61,7 @@ def test_a_job_learns_from_what_vllm_writes(stack: Any, make_job: Callable[..., 
 def test_a_job_learns_from_what_the_server_of_vllm_writes(
     deploy: Callable[..., Any], make_job: Callable[..., Any], tmp_path: Path, python_with: Callable[[str], Path]
 ) -> None:
-    """Rollout workers keep this interpreter, as after ``penstock up --engine vllm_server``; a server dies meanwhile."""
+    """Rollout workers use this interpreter, as after ``penstock up --engine vllm_server``; one server is killed."""
     python = python_with("vllm")
     deployment = deploy(tmp_path / "run")
     deployment.environment["PENSTOCK_VLLM_PYTHON"] = str(python)
@@ -70,7 +70,7 @@ def test_a_job_learns_from_what_the_server_of_vllm_writes(
 
 
 def end_server(stack: Any, job: str) -> None:
-    """Kill the server of the rollout worker in mid-job; all its processes end, and the worker starts another one."""
+    """Kill the vLLM server of the rollout worker in mid-job, and wait until all processes of the server have ended."""
     stack.until(lambda: stack.status(job).step >= 5, "five updates", 400, lambda: stack.client.why(job))
     family = psutil.Process(stack.pid("rollout-0")).children(recursive=True)
     server = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
@@ -84,7 +84,7 @@ def end_server(stack: Any, job: str) -> None:
 def check_learning(
     stack: Any, make_job: Callable[..., Any], rollout: dict[str, Any], meanwhile: Callable[[str], None] | None = None
 ) -> None:
-    """Train a job and check rewards, log-probs, books and labels; ``meanwhile`` is called with its id."""
+    """Train a job; check rewards, log-probs, audit and version labels. Call ``meanwhile`` with the id of the job."""
     job = stack.client.submit(
         make_job(
             f"train.max_updates={UPDATES}", "train.draw_timeout_s=600", "train.batch_size=64",
@@ -98,14 +98,14 @@ def check_learning(
     rewards = series["reward/mean"]
     assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, rewards
     assert max(value for value in series["mismatch/logprob"] if value is not None) < MISMATCH
-    stack.check_books(job)
+    stack.check_audit(job)
     digests = {event.version: event.digest for event in stack.ledger(job) if isinstance(event, BatchTrained)}
     spans = [span for group in stack.groups(job).values() for span in labels(group)]
     assert len({version for version, _ in spans}) > 2, "vLLM followed the versions"
     assert all(digests[version].startswith(weights) for version, weights in spans if version in digests)
 
 
-def test_what_vllm_writes_calls_a_tool(stack: Any, tmp_path: Path) -> None:
+def test_completions_of_vllm_call_a_tool(stack: Any, tmp_path: Path) -> None:
     """The calculator's results stand between two turns of vLLM and have no log-prob."""
     rows = [{"question": "?", "answer": f"<<{a}*{b}={a * b}>>{a * b}"} for a in range(2, 60) for b in range(2, 10)]
     path = tmp_path / "annotations.jsonl"
@@ -122,7 +122,7 @@ def test_what_vllm_writes_calls_a_tool(stack: Any, tmp_path: Path) -> None:
     for group in stack.groups(job).values():
         assert not group.failed.any()
         assert not group.logprobs[group.mask == 0].any()
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
 def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make_job: Callable[..., Any]) -> None:
@@ -143,11 +143,11 @@ def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make
     assert max(value for value in series["mismatch/logprob"] if value is not None) < MISMATCH
     stack.client.cancel(job)
     stack.finish(job, 120)
-    stack.check_books(job)
+    stack.check_audit(job)
 
 
 def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., Any], tmp_path: Path) -> None:
-    """Every engine writes the same greedy answer. Workers in vLLM's interpreter start its server with it.
+    """Every engine writes the same greedy answer. Workers in vLLM's interpreter start its server with that interpreter.
 
     vLLM also loads the folder that ``penstock export`` writes.
     """
@@ -188,7 +188,7 @@ def test_a_job_says_why_vllm_cannot_compute_its_model(
 
 
 def check_forms_of_answers(ask: Callable[..., httpx.Response]) -> None:
-    """Streams, several choices and log-probs as from the embedded engine; a form is refused with its field."""
+    """Check that streams, choices and log-probs work as with the embedded engine, and that a schema is refused."""
     several = ask(n=2, seed=5, logprobs=True, top_logprobs=2, max_tokens=4).json()
     assert [choice["index"] for choice in several["choices"]] == [0, 1]
     tokens = several["choices"][0]["logprobs"]["content"]
@@ -205,7 +205,7 @@ def check_forms_of_answers(ask: Callable[..., httpx.Response]) -> None:
 
 
 def judged(http: httpx.Client, ask: Callable[..., httpx.Response], stack: Any, job: str) -> bool:
-    """Judge some answers; True once the policy was trained on such three times."""
+    """Post feedback on some answers; return True once the policy has made three updates."""
     for number in range(8):
         answer = ask(messages=[{"role": "user", "content": f"{number}+1="}]).json()
         liked = answer["choices"][0]["message"]["content"].startswith(("0", "1", "2", "3", "4"))
@@ -215,5 +215,5 @@ def judged(http: httpx.Client, ask: Callable[..., httpx.Response], stack: Any, j
 
 
 def labels(group: Any) -> list[tuple[int, str]]:
-    """Version and short digest of the weights of each span of a group."""
+    """Return version and short weight digest of each span of a group."""
     return [(int(row[1]), weights) for row, weights in zip(group.spans, group.weights, strict=True)]

@@ -1,4 +1,4 @@
-"""Rollout workers come and go while a job runs: they share its tickets, and a dead one's go to the others."""
+"""Rollout workers come and go while a job runs: they share its tickets, and others take over those of a dead worker."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
 SECOND = "rollout-attached"
 JOINED_S = 12.0
-"""Longest time until a group of a worker that joined is in a batch: 3 s on a machine of its own, four times as long on
-one that runs other tests."""
+"""Longest time from the start of a worker until a batch has a group of it: 3 s on an idle machine, four times as long
+on one that runs other tests."""
 
 
 @pytest.mark.long
@@ -37,7 +37,7 @@ def test_two_workers_share_a_job_and_one_may_die(stack: Any) -> None:
         assert stack.status(job).step < total - 5
     record = stack.finish(job)
     assert (record.status.phase, record.status.step) == ("succeeded", total)
-    stack.check_books(job)
+    stack.check_audit(job)
     batches = [event for event in stack.ledger(job) if isinstance(event, BatchSealed)]
     workers = [{group.worker for group in batch.groups} for batch in batches]
     assert set.union(*workers) == {"rollout-0", SECOND}
@@ -51,25 +51,25 @@ def test_workers_are_started_and_drained_on_request(stack: Any) -> None:
     assert result == {"replicas": 2, "ready": 2, "leaving": 0}
     assert "rollout-1" in stack.stack.processes
     stack.until(lambda: any(row["worker"] == "rollout-1" for row in stack.client.workers(job)), "the new worker works")
-    told = stack.cli("scale", job, "rollout=1")
-    assert told.exit_code == 0, told.output
+    scaled = stack.cli("scale", job, "rollout=1")
+    assert scaled.exit_code == 0, scaled.output
     assert "rollout-1" not in stack.stack.processes
-    assert not any("rollout-1" in text for text in stack.told), "who is let go is not started again"
+    assert not any("rollout-1" in text for text in stack.messages), "a drained worker is not started again"
     record = stack.finish(job)
     assert (record.status.phase, record.status.step) == ("succeeded", 60)
-    stack.check_books(job)
+    stack.check_audit(job)
     kinds = [(one.kind, one.state) for one in record.operations]
     assert kinds == [("scale", "succeeded")] * 2
 
 
 @pytest.mark.long
 def test_a_worker_that_joins_and_leaves_costs_seconds_and_no_group(stack: Any) -> None:
-    """The model is loaded after it is ready; what it had begun when it was told to leave is trained as its own."""
+    """The worker loads the model after it is ready. Groups that it had begun at SIGTERM are trained as its own."""
     job = stack.submit("train.max_updates=120")
     stack.until(lambda: stack.status(job).step >= 3, "three updates", 90)
 
     def sealed() -> dict[str, float]:
-        """Draws of the second worker's groups, and the time of each one's batch."""
+        """Return the draws of the second worker's groups, with the times of their batches."""
         batches = [event for event in stack.ledger(job) if isinstance(event, BatchSealed)]
         return {str(group.draw): batch.time for batch in batches for group in batch.groups if group.worker == SECOND}
 
@@ -86,7 +86,7 @@ def test_a_worker_that_joins_and_leaves_costs_seconds_and_no_group(stack: Any) -
         assert second.wait(60) == 0, stack.log(SECOND)[-2000:]
     assert stack.status(job).step < 115, "it left while the job was running"
     assert stack.finish(job).status.step == 120
-    stack.check_books(job)
+    stack.check_audit(job)
     assert not [event for event in stack.ledger(job) if isinstance(event, Dropped)]
     assert begun <= sealed().keys()
 
@@ -96,11 +96,11 @@ LONG = (
     "rollout.checkpoint_s=0.1", "placement.max_running=8", "limits.byte_budget=33554432", "train.draw_timeout_s=300",
     "train.max_lag=4", "train.max_updates=2",
 )  # fmt: skip
-"""Completions that take seconds, so that a worker is stopped in the middle of them."""
+"""Changes that make completions take seconds, so that a worker is stopped in the middle of them."""
 
 
 def saved(stack: Any, job: str, draw: str) -> dict[int, list[int]]:
-    """Tokens of the completions in progress of a draw, by place."""
+    """Return the saved tokens of the unfinished completions of a draw, by index of the completion."""
     subject = subjects.partial(job, f"train:{draw}", 0).rpartition(".")[0] + ".*"
     messages = stack.on_bus(lambda bus: bus.read(subjects.PARTIAL, subject))
     return {int(one.subject.rpartition(".")[2]): decode_frame(one.data)["token_ids"].tolist() for one in messages}
@@ -118,7 +118,7 @@ def test_another_worker_goes_on_with_the_tokens_of_one_that_stops(
         return next((row for row in stack.client.workers(job) if row["worker"] == worker), {})
 
     def in_progress() -> dict[str, dict[int, list[int]]]:
-        """Draws of the second worker of which each completion was saved, and has some way to go."""
+        """Return the second worker's draws whose completions are all saved, but far from complete, with the tokens."""
         found = {draw: saved(stack, job, draw) for draw in row(SECOND).get("holds", [])}
         return {draw: begun for draw, begun in found.items() if len(begun) == 4 and max(map(len, begun.values())) < 400}
 
@@ -128,15 +128,15 @@ def test_another_worker_goes_on_with_the_tokens_of_one_that_stops(
         os.kill(second.pid, how)
         assert second.wait(20) == (0 if how == signal.SIGTERM else -how), stack.log(SECOND)[-2000:]
     assert stack.finish(job, 240).status.step == 2
-    stack.check_books(job)
+    stack.check_audit(job)
     groups = {str(group.draw): group for group in stack.groups(job).values()}
     moved = [draw for draw in begun if groups[draw].meta["worker"] == "rollout-0"]
-    assert moved, "it ended all its groups"
+    assert moved, "the second worker ended all its groups"
     for draw in moved:
         group = groups[draw]
         assert group.lengths.tolist() == [1500] * 4
-        for place, tokens in begun[draw].items():
-            start = int(group.cu_seqlens[place])
+        for index, tokens in begun[draw].items():
+            start = int(group.cu_seqlens[index])
             assert group.token_ids[start : start + len(tokens)].tolist() == tokens
     assert f"train:{moved[0]} goes on with" in stack.log("rollout-0")
     assert row("rollout-0").get("continued_tokens", 1) > 0

@@ -1,4 +1,4 @@
-"""Hosts whose clocks are wrong: a coordinator an hour ahead, a worker two minutes, a trainer an hour behind."""
+"""Hosts whose clocks are wrong: a coordinator an hour ahead, a worker two minutes ahead, a trainer an hour behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIVE = {
 
 
 def skewed(module: str, environment: Mapping[str, str], log: IO[bytes]) -> Process:
-    """A service on a host whose clock is wrong."""
+    """Start a service as on a host whose clock is wrong."""
     ahead = AHEAD.get(module.rpartition(".")[2])
     if ahead is not None:
         fake = {
@@ -56,18 +56,18 @@ def test_jobs_end_well_on_hosts_with_wrong_clocks(deploy: Callable[..., Any], tm
         live = stack.client.submit(spec).id
         stack.until(lambda: stack.status(live).phase == "running", "the online job runs", 200)
 
-        def taken() -> bool:
-            """An answer, and what its user thinks of it."""
+        def updated() -> bool:
+            """Ask, post feedback on the answer, and return True once the job has made an update."""
             question = [{"role": "user", "content": "1+2"}]
             url, body = stack.stack.url, {"model": "live", "messages": question, "user": "u"}
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, headers=KEY, timeout=30)
             if not answer.is_success:
                 return False
-            said = {"feedback_id": str(uuid.uuid4()), "inference_id": answer.json()["id"], "metric_name": "liked"}
-            assert httpx.post(f"{url}/v1/feedback", json={**said, "value": True}, headers=KEY, timeout=30).is_success
+            item = {"feedback_id": str(uuid.uuid4()), "inference_id": answer.json()["id"], "metric_name": "liked"}
+            assert httpx.post(f"{url}/v1/feedback", json={**item, "value": True}, headers=KEY, timeout=30).is_success
             return bool(stack.status(live).step >= 1)
 
-        stack.until(taken, "an update from live feedback", 400, lambda: stack.client.why(live))
+        stack.until(updated, "an update from live feedback", 400, lambda: stack.client.why(live))
         record = stack.finish(job, 300)
         assert (record.status.phase, record.status.step) == ("succeeded", 2), record.status
         dropped = [event for one in (job, live) for event in stack.ledger(one) if isinstance(event, Dropped)]
@@ -80,6 +80,6 @@ def test_jobs_end_well_on_hosts_with_wrong_clocks(deploy: Callable[..., Any], tm
         assert "rollout-0 +130" in clocks.message
         stack.client.cancel(live)
         stack.finish(live)
-        stack.check_books(job)
-        stack.check_books(live)
+        stack.check_audit(job)
+        stack.check_audit(live)
         assert "ahead of the clock of NATS" in stack.log("coordinator-0")

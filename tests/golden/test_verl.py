@@ -50,7 +50,7 @@ def dtype(request: pytest.FixtureRequest) -> Any:
 
 
 def scored(values: list[list[float]], dtype: torch.dtype) -> Tensor:
-    """The values where the mask is 1, flat."""
+    """Return the values where the mask is 1, as a flat tensor."""
     return torch.tensor(values, dtype=dtype)[MASK]
 
 
@@ -96,7 +96,7 @@ def test_reinforce_pp(dtype: torch.dtype) -> None:
 
 
 def test_gae(dtype: torch.dtype) -> None:
-    """Their advantages are whitened, their returns are not."""
+    """verl whitens its advantages, but not its returns."""
     theirs = GOLDEN["gae"]
     advantages_T, returns_T = gae(
         given("token_level_rewards", dtype),
@@ -193,7 +193,7 @@ def test_importance_weights(dtype: torch.dtype) -> None:
 
 
 def test_decoupled_loss(dtype: torch.dtype) -> None:
-    """Two implementations gave this number: verl's clipped loss times its weights, and AReaL's decoupled loss."""
+    """The recorded number is verl's clipped loss times its weights, and also AReaL's decoupled loss."""
     new, old, rollout = given("new", dtype), given("old", dtype), given("rollout", dtype)
     advantages_M = scored(GOLDEN["advantages"]["grpo"], dtype)
     ours = importance.decoupled_loss(new, old, rollout, advantages_M, **CLIP, high=1.2)

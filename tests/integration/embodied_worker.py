@@ -1,4 +1,4 @@
-"""A rollout worker of an embodied job on a real bus, the weights that a trainer publishes for it, and its answers."""
+"""A rollout worker of an embodied job on a real bus, with published weights, tickets, and the results that it sends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PATIENCE_S = 90
 
 
 def job(task: str, *, horizon: int, policy: str = "gaussian", group: int = 2, **environment: Any) -> EmbodiedJob:
-    """A job file; ``environment`` has further keys of its section."""
+    """Return an embodied job; ``environment`` holds more keys of its ``environment`` section."""
     names = environment.pop("observations", ["state"])
     return EmbodiedJob.parse(
         {
@@ -52,12 +52,12 @@ def job(task: str, *, horizon: int, policy: str = "gaussian", group: int = 2, **
 
 
 def spec_of(config: EmbodiedJob) -> EnvSpec:
-    """Description of a job's simulator."""
+    """Return the description of a job's simulator."""
     return describe_simulator(config.environment.opening(1), NOWHERE)
 
 
 class Worker:
-    """The worker, with a trainer's and a coordinator's part in the hands of the test."""
+    """The worker under test; methods play its trainer and its coordinator."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, config: EmbodiedJob, policy: EpisodePolicy) -> None:
         self.bus, self.settings, self.config, self.policy = bus, settings, config, policy
@@ -78,7 +78,7 @@ class Worker:
     async def ask(
         self, ordinal: int, n: int = 0, *, version: int | None = None, oldest: int = 0, deadline_s: float = PATIENCE_S
     ) -> None:
-        """A ticket; with a version, one to evaluate it."""
+        """Publish a ticket for a draw; with ``version``, a ticket to evaluate that version."""
         ticket = Ticket(
             draw=Draw(ordinal, n), min_version=oldest, deadline=time.time() + deadline_s, deadline_s=deadline_s,
             epoch=1, purpose="train" if version is None else "eval", version=version,
@@ -95,7 +95,7 @@ class Worker:
         return [parse_group_header(message.headers) for message in messages]
 
     async def groups(self, number: int) -> list[EpisodeGroup]:
-        """The first ``number`` groups, by draw; waits for them."""
+        """Wait for ``number`` groups, and return them ordered by draw."""
         await until(self.published, number)
         messages = await self.bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
         whole = await self.bus.get_whole(subjects.EXPERIENCE, [message.seq for message in messages])
@@ -126,7 +126,7 @@ async def until(holds: Callable[..., Any], *args: Any) -> None:
 
 @asynccontextmanager
 async def env_service(bus: Bus, directory: Path | None = None) -> AsyncIterator[EnvService]:
-    """An env service in this process, which shares memory with the worker in ``directory``."""
+    """Run an env service in this process; it shares memory with the worker through ``directory``."""
     service = EnvService(bus, ServiceSettings() if directory is None else ServiceSettings(shm_dir=directory))
     task = asyncio.create_task(service.run())
     try:
@@ -140,7 +140,7 @@ async def env_service(bus: Bus, directory: Path | None = None) -> AsyncIterator[
 async def worker_of(
     bus: Bus, directory: Path, config: EmbodiedJob, *, prepare: Callable[[EpisodePolicy], None] | None = None
 ) -> AsyncIterator[Worker]:
-    """A worker whose trainer has published version 1: the first weights, as ``prepare`` changed them."""
+    """Run a worker whose trainer has published version 1: the initial weights, after ``prepare`` changed them."""
     spec = await asyncio.to_thread(spec_of, config)
     policy = build_policy(config.policy, spec, action_chunk=config.environment.action_chunk, seed=config.seed)
     if prepare is not None:

@@ -1,4 +1,4 @@
-"""Backups of a bus that is written to: one cut, verified, and refused when it was damaged."""
+"""Backups during writes: consistent, verified, and refused if they are damaged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KEEP = 5
 
 
 class Writer:
-    """As a leader and its workers: a group, an entry that refers to it, and older groups are given up all the time."""
+    """Writes like a leader and its workers: publishes groups and entries that refer to them, and removes old groups."""
 
     def __init__(self, bus: Bus, data_dir: Path) -> None:
         self._bus, self._folder = bus, data_dir / "checkpoints" / "job_a"
@@ -60,7 +60,7 @@ class Writer:
 
 
 @pytest.mark.long
-async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
+async def test_a_backup_taken_during_writes_is_one_consistent_cut(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_dir, save = tmp_path / "data", Bus.save_stream
@@ -68,7 +68,7 @@ async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
     seen: list[int] = []
 
     def slowly(self: Bus, stream: str) -> Any:
-        """Much is written between any two streams."""
+        """Save a stream after the writer has written much since the stream before."""
 
         async def parts() -> Any:
             goal = writer.count + 2 * KEEP
@@ -91,7 +91,7 @@ async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
         for task in running:
             task.cancel()
     assert len(seen) > 10
-    assert not bus.held, "the leader gives up again what it can"
+    assert not bus.held, "the leader may remove old groups again"
 
     manifest = load_backup(tmp_path / "backup")
     with NatsServer(tmp_path / "other") as server:
@@ -102,16 +102,14 @@ async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
             groups = {m.seq for m in await restored.read(subjects.EXPERIENCE, subjects.experience("job_a"))}
             newest = json.loads(entries[-1].data)
             assert set(newest["groups"]) <= groups
-            assert max(groups) <= newest["groups"][-1] + 10 * KEEP < writer.count, (
-                "what came after the cut is not there"
-            )
+            assert max(groups) <= newest["groups"][-1] + 10 * KEEP < writer.count, "nothing after the cut is restored"
             assert (tmp_path / "new" / "checkpoints" / "job_a" / newest["checkpoint"] / "COMMIT").exists()
-            assert [m.seq for m in entries] == list(range(1, len(entries) + 1)), "sequences are those of before"
+            assert [m.seq for m in entries] == list(range(1, len(entries) + 1)), "sequence numbers stay the same"
             with pytest.raises(ConfigError, match="exists there"):
                 await restore_streams(restored, tmp_path / "backup", manifest, tmp_path / "new")
 
 
-async def test_job_files_name_their_data_where_it_lies_then(bus: Bus, tmp_path: Path) -> None:
+async def test_restored_job_files_name_the_new_location_of_their_data(bus: Bus, tmp_path: Path) -> None:
     data_dir, rows = tmp_path / "data", tmp_path / "rows.jsonl"
     upload, model = data_dir / "files" / "file_a" / "rows", tmp_path / "model"
     for path in (rows, upload, model / "config.json"):
@@ -136,12 +134,12 @@ async def test_job_files_name_their_data_where_it_lies_then(bus: Bus, tmp_path: 
     assert len([*new.rglob("rows.jsonl"), *new.rglob("rows")]) == 2
 
 
-async def test_a_checkpoint_that_a_fork_rolled_back_need_not_be_there(bus: Bus, tmp_path: Path) -> None:
+async def test_a_backup_needs_no_checkpoint_that_a_fork_rolled_back(bus: Bus, tmp_path: Path) -> None:
     base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
     job = (await JobStore(bus).create(parse_job(JOB | {"data": {"eval": {"type": "addition"}}}))).id
     for number in (0, 4):
-        path, facts = f"checkpoints/{job}/{number:08d}-0123456789ab", {"digest": "d", "trainer_epoch": 1, "low_seq": 0}
-        saved = Checkpointed(**base, number=number, version=number, path=path, **facts)
+        path, fields = f"checkpoints/{job}/{number:08d}-0123456789ab", {"digest": "d", "trainer_epoch": 1, "low_seq": 0}
+        saved = Checkpointed(**base, number=number, version=number, path=path, **fields)
         await bus.publish(subjects.ledger(job), encode_events([saved]))
     folder = tmp_path / "data" / "checkpoints" / job / "00000000-0123456789ab"
     folder.mkdir(parents=True)
@@ -156,16 +154,16 @@ async def test_a_checkpoint_that_a_fork_rolled_back_need_not_be_there(bus: Bus, 
     assert [file.path for file in manifest.files] == [f"files/checkpoints/{job}/{folder.name}/COMMIT"]
 
 
-async def test_what_only_the_archive_of_a_ledger_names_must_be_there(bus: Bus, tmp_path: Path) -> None:
-    """The entries of a long ledger leave the stream; the checkpoint that one of them names is needed all the same."""
-    data_dir, facts = tmp_path / "data", {"digest": "d", "trainer_epoch": 1, "low_seq": 0}
+async def test_a_backup_needs_files_that_only_the_ledger_archive_names(bus: Bus, tmp_path: Path) -> None:
+    """A checkpoint that only an archived entry names must be on disk, and so must the archive's segment."""
+    data_dir, fields = tmp_path / "data", {"digest": "d", "trainer_epoch": 1, "low_seq": 0}
     job = (await JobStore(bus).create(parse_job(JOB | {"data": {"eval": {"type": "addition"}}}))).id
     folder = data_dir / "checkpoints" / job / "00000004-0123456789ab"
     journal = Journal(bus, job, archive=ledger_archive(data_dir))
     await journal.load()
     path = str(folder.relative_to(data_dir))
     end = await journal.append(
-        [Checkpointed(writer_epoch=1, time=0.0, number=4, version=4, path=path, **facts)]  # type: ignore[arg-type]
+        [Checkpointed(writer_epoch=1, time=0.0, number=4, version=4, path=path, **fields)]  # type: ignore[arg-type]
     )
     await journal.archive(below=end + 1, least=1)
     assert await journal.name_segment()
@@ -181,7 +179,7 @@ async def test_what_only_the_archive_of_a_ledger_names_must_be_there(bus: Bus, t
         await take_backup(bus, data_dir, tmp_path / "three")
 
 
-async def test_a_leader_that_holds_nothing_is_no_leader_to_back_up(bus: Bus, tmp_path: Path) -> None:
+async def test_a_leader_that_cannot_hold_back_deletions_is_not_backed_up(bus: Bus, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     async with await bus.serve(subjects.LEADER, LeaderRpc(bus, {})._answer):
         with pytest.raises(Conflict, match="another version"):

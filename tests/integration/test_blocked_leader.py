@@ -1,4 +1,4 @@
-"""Streams that have no room for what a leader must write: it waits, says so, and goes on; nothing is lost."""
+"""A leader whose streams are full waits, reports the reason, and continues once there is room; nothing is lost."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def junk(stream: str) -> str:
 
 @pytest.fixture
 async def small(bus: Bus) -> Bus:
-    """The bus with streams of 1 MiB."""
+    """A bus with streams of 1 MiB."""
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=1 << 20)
     return bus
 
 
 async def fill(bus: Bus, stream: str) -> None:
-    """Publish until a stream takes no more, at last not even a byte."""
+    """Publish until a stream refuses even a message of one byte."""
     for nbytes in (1 << 16, 1 << 10, 1):
         with contextlib.suppress(StreamFull):
             while True:
@@ -86,14 +86,16 @@ def blocked_seconds(stream: str) -> float:
 
 
 async def check_waits(bus: Bus, stream: str, retry: Retry, work: Awaitable[Any]) -> None:
-    """While ``stream`` is full ``work`` waits, and what it waits for has an age; then it is done."""
+    """Check that ``work`` waits while ``stream`` is full, that the wait has an age, and that new room ends it."""
     await fill(bus, stream)
     before, began, task = blocked_seconds(stream), time.time(), asyncio.ensure_future(work)
     first = await until(lambda: retry.blocked)
     assert f"stream {stream} is full" in first.why
     await asyncio.sleep(0.5)
     assert retry.blocked is not None
-    assert retry.blocked.since == first.since == pytest.approx(began, abs=0.3), "not that of the newest try"
+    assert retry.blocked.since == first.since == pytest.approx(began, abs=0.3), (
+        "the age does not start anew with each attempt"
+    )
     assert not task.done()
     assert blocked_seconds(stream) > before
     await bus.purge(stream, junk(stream))
@@ -102,14 +104,14 @@ async def check_waits(bus: Bus, stream: str, retry: Retry, work: Awaitable[Any])
 
 
 async def test_an_entry_waits_for_room_in_the_ledger(small: Bus, caplog: pytest.LogCaptureFixture) -> None:
-    told: list[str] = []
-    journal = Journal(small, "job_a", Retry("job_a", told.append))
+    messages: list[str] = []
+    journal = Journal(small, "job_a", Retry("job_a", messages.append))
     await journal.load()
     await journal.append(START[:1])
     await check_waits(small, subjects.LEDGER, journal.retry, journal.append(START[1:]))
     assert [len(decode_events(m.data)) for m in await small.read(subjects.LEDGER, subjects.ledger("job_a"))] == [1, 2]
-    assert len(told) == 1, "once, however often it is tried"
-    assert "an entry of the ledger must wait: stream LEDGER is full" in told[0]
+    assert len(messages) == 1, "one warning for all attempts"
+    assert "an entry of the ledger must wait: stream LEDGER is full" in messages[0]
     assert "job_a: an entry of the ledger waits" in caplog.text
 
 
@@ -129,7 +131,7 @@ async def test_tickets_and_manifests_wait_for_room(small: Bus, stream: str) -> N
 
 @asynccontextmanager
 async def led(bus: Bus, directory: Path) -> AsyncIterator[tuple[JobRunner, LeaderRpc]]:
-    """A leader at work, whatever it waits for, and who asks it why."""
+    """Run a leader; yield it and the RPC that answers why its job waits."""
     record = await JobStore(bus).create(CONFIG, "job_a")
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=directory)
     leading = asyncio.create_task(runner.lead())
@@ -164,8 +166,8 @@ async def test_why_shows_a_full_ledger_and_the_job_goes_on(small: Bus, tmp_path:
     assert [row["level"] for row in rows if row["type"] == "blocked"] == ["warning"]
 
 
-async def test_a_leader_that_cannot_recover_says_why(small: Bus, tmp_path: Path) -> None:
-    """Tickets of what is in flight are asked for again before anything is decided."""
+async def test_a_leader_that_cannot_recover_reports_the_reason(small: Bus, tmp_path: Path) -> None:
+    """The leader must publish tickets of draws in flight again before it decides anything."""
     journal = Journal(small, "job_a")
     await journal.load()
     await journal.append(START)
@@ -178,7 +180,7 @@ async def test_a_leader_that_cannot_recover_says_why(small: Bus, tmp_path: Path)
         await until(lambda: runner.ready)
 
 
-async def test_the_last_of_the_ledger_is_kept_for_jobs_that_run(small: Bus, tmp_path: Path) -> None:
+async def test_the_last_room_of_the_ledger_is_reserved_for_running_jobs(small: Bus, tmp_path: Path) -> None:
     service = CoordinatorService(small, ServiceSettings(data_dir=tmp_path, experience_bytes=1 << 30))
     services: Services = service.services
     first = await services.submissions.submit(CONFIG, SPEC)
@@ -212,10 +214,10 @@ async def test_the_last_of_the_ledger_is_kept_for_jobs_that_run(small: Bus, tmp_
 
 
 @pytest.mark.parametrize("kind", ["failed", "halted"])
-async def test_what_a_trainer_reports_is_recorded_before_it_is_acknowledged(
+async def test_a_trainers_report_is_recorded_before_it_is_acknowledged(
     small: Bus, tmp_path: Path, kind: Literal["failed", "halted"]
 ) -> None:
-    """A leader that dies right behind its answer takes nothing with it: the trainer does not ask again."""
+    """The report is in the ledger before the answer, because the trainer does not repeat an acknowledged report."""
     async with led(small, tmp_path) as (runner, _):
         await until(lambda: runner.ready and runner.run.state.started)
         first = Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p")
@@ -238,7 +240,7 @@ async def test_what_a_trainer_reports_is_recorded_before_it_is_acknowledged(
     async with led(small, tmp_path) as (runner, _):
         await until(lambda: runner.ready)
         runner.run.desired = runner.desired_state.desired
-        assert runner.run.halted == why, "the next leader knows why"
+        assert runner.run.halted == why, "the next leader knows the reason"
         await JobStore(small).set_desired("job_a", "running")
         runner.update_record(await JobStore(small).get("job_a"))
         await until(lambda: runner.run.state.phase == "running")

@@ -1,4 +1,4 @@
-"""Broadcasts of weights between hosts whose members die or whose links are cut: nobody hangs, nothing is mixed."""
+"""Broadcasts of weights between hosts whose members die or whose links are cut: no receiver hangs or mixes versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_FLOATS = 6_000_000
 NBYTES = 4 * NUM_FLOATS
 NAMES = ["a", "b", "c"]
 LONGEST_S = 30.0
-"""Of all waits of a receiver for one broadcast, on a busy machine."""
+"""Upper bound of a receiver's waiting time for one broadcast, on a busy machine."""
 
 COMMON = """
 import json, sys, time, msgspec, torch
@@ -59,16 +59,16 @@ for line in sys.stdin:
     try:
         staged = (receiver._receivers["gloo"] if only == "only" else receiver).stage(manifest)
         values = staged.tensors()["w"]
-        told = {{"way": staged.way.transport, "values": [float(values.min()), float(values.max())]}}
+        answer = {{"way": staged.way.transport, "values": [float(values.min()), float(values.max())]}}
         staged.release()
     except WeightsError as error:
-        told = {{"error": str(error)}}
-    print(json.dumps(told | {{"seconds": time.monotonic() - start}}), flush=True)
+        answer = {{"error": str(error)}}
+    print(json.dumps(answer | {{"seconds": time.monotonic() - start}}), flush=True)
 """
 
 
 class Plane:
-    """A trainer on host 1 and members on the hosts after it."""
+    """A trainer on host 1 and one member of the broadcast on each further host."""
 
     def __init__(self, hosts: Hosts, directory: Path) -> None:
         self.hosts = hosts
@@ -85,18 +85,18 @@ class Plane:
         return self.hosts.start(host, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
 
     def send(self, version: int, epoch: int, names: list[str], *, only: bool = False) -> None:
-        """Publish a version to a membership; its members begin to stage it."""
+        """Publish a version to ``names``, which begin to stage it; with ``only``, they accept no other transport."""
         routes = f"{epoch} {','.join(names)}"
-        _say(self.trainer, f"{version} {routes}")
+        _send(self.trainer, f"{version} {routes}")
         data = _line(self.trainer)
         for name in names:
-            _say(self.members[name], f"{routes} {'only' if only else 'any'} {data}")
+            _send(self.members[name], f"{routes} {'only' if only else 'any'} {data}")
 
     def answers(self, names: list[str]) -> list[dict[str, Any]]:
         return [json.loads(_line(self.members[name])) for name in names]
 
     def middle(self, host: int) -> None:
-        """Wait until a part of a version has come to a host."""
+        """Wait until a tenth of a version has arrived at a host."""
         before, deadline = self.hosts.received_bytes(host), time.monotonic() + 60
         while self.hosts.received_bytes(host) < before + NBYTES // 10:
             assert time.monotonic() < deadline
@@ -111,7 +111,7 @@ class Plane:
                 pipe.close()
 
 
-def _say(process: subprocess.Popen[str], text: str) -> None:
+def _send(process: subprocess.Popen[str], text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(text + "\n")
     process.stdin.flush()

@@ -1,4 +1,4 @@
-"""A job that cannot be led at all: it is failed with the reason, not left without a leader."""
+"""A job that no leader can lead fails with the reason, and does not stay without a leader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.transport.bus import Bus
 
 
-async def test_a_job_file_of_another_release(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_job_file_of_another_release_fails_with_the_reason(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.05)
     record = JobRecord(id="job_old", name="old", created_at=datetime.now(UTC), spec={"name": "old", "gone": 1})
     await bus.kv(subjects.JOBS).put(record.id, record.model_dump_json().encode())

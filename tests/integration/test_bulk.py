@@ -1,4 +1,4 @@
-"""The bulk plane: claim checks on one host and across hosts, with consumers and producers that stop and die."""
+"""Bulk data by claim check, on one host and between hosts, with consumers and producers that stop and die."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_frames_come_out_as_they_went_in(store: BulkStore, reader: BulkReader) -
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, MIB - 1, MIB, MIB + 1, 2 * MIB + 12345])
-def test_sizes(store: BulkStore, reader: BulkReader, nbytes: int) -> None:
+def test_blobs_of_any_size_arrive_unchanged(store: BulkStore, reader: BulkReader, nbytes: int) -> None:
     data = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8).tobytes()
     with reader.fetch(store.put([data[:7], b"", memoryview(data)[7:]], digest=True)) as blob:
         assert blob.data == data
@@ -139,7 +139,7 @@ def test_segments_are_reused_after_release(store: BulkStore, reader: BulkReader,
             assert set(blob.data[::4096]) == {value}
         store.release(claim)
         store.release(claim)
-    # A TCP peer's receipt may come after the next put: then the pool, far smaller than what went through it, is used.
+    # A TCP peer's receipt may arrive after the next put, which then takes another segment of the small pool.
     assert segments(near) <= near.bulk_bytes // MIB
 
 
@@ -181,7 +181,7 @@ def test_released_claims_are_not_found(store: BulkStore, reader: BulkReader) -> 
         reader.fetch(claim)
 
 
-def test_full_pool_waits_and_says_for_whom(store: BulkStore, near: ServiceSettings) -> None:
+def test_full_pool_waits_and_names_the_holders(store: BulkStore, near: ServiceSettings) -> None:
     reader = BulkReader(near)
     claims = [store.put(filled(value)) for value in range(3)]
     blob = reader.fetch(claims[0])
@@ -228,8 +228,8 @@ def test_stopped_consumer_keeps_its_bytes_and_a_killed_one_frees_them(
     store: BulkStore, near: ServiceSettings, start: Callable[..., tuple[subprocess.Popen[str], str]]
 ) -> None:
     claim = store.put(filled(5), single_use=True)
-    consumer, said = start(CONSUMER, str(near.shm_dir), msgspec.msgpack.encode(claim).hex())
-    assert said == "fetched"
+    consumer, output = start(CONSUMER, str(near.shm_dir), msgspec.msgpack.encode(claim).hex())
+    assert output == "fetched"
     os.kill(consumer.pid, signal.SIGSTOP)
     others = [store.put(filled(value)) for value in (1, 2)]
     with pytest.raises(DeadlineError, match=str(consumer.pid)):
@@ -249,11 +249,11 @@ def test_stopped_consumer_keeps_its_bytes_and_a_killed_one_frees_them(
 def test_segments_of_a_killed_producer_are_swept(
     near: ServiceSettings, start: Callable[..., tuple[subprocess.Popen[str], str]]
 ) -> None:
-    producer, said = start(PRODUCER, str(near.shm_dir))
-    claim = msgspec.msgpack.decode(bytes.fromhex(said), type=Claim)
+    producer, output = start(PRODUCER, str(near.shm_dir))
+    claim = msgspec.msgpack.decode(bytes.fromhex(output), type=Claim)
     blob = BulkReader(near).fetch(claim)
     with BulkStore(near):
-        assert (near.shm_dir / claim.name).exists()  # its producer lives
+        assert (near.shm_dir / claim.name).exists()  # its producer is alive
     producer.kill()
     producer.wait()
     with BulkStore(near):
@@ -281,14 +281,14 @@ def test_digest_mismatch_is_refused(store: BulkStore, reader: BulkReader, near: 
         reader.fetch(claim)
     store.release(claim)
     file_lock = LockedFile.open(near.shm_dir / claim.name)
-    deadline = time.monotonic() + 5  # over TCP the producer lets go when it sees the connection closed
+    deadline = time.monotonic() + 5  # over TCP the producer releases the blob when it sees the closed connection
     while not file_lock.try_exclusive():  # the refused blob holds no lock
         assert time.monotonic() < deadline
         time.sleep(0.01)
     file_lock.close()
 
 
-def test_claims_that_lie_are_refused(store: BulkStore, reader: BulkReader) -> None:
+def test_claims_with_false_fields_are_refused(store: BulkStore, reader: BulkReader) -> None:
     claim = store.put(filled(1))
     for changes, error in (
         ({"nbytes": MIB + 1}, ProtocolError),
@@ -330,7 +330,7 @@ def test_server_survives_strangers(store: BulkStore, far: ServiceSettings) -> No
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as peer:
             peer.sendall(junk)
             peer.shutdown(socket.SHUT_WR)
-            while peer.recv(4096):  # it hangs up
+            while peer.recv(4096):  # the server closes the connection
                 pass
     with BulkReader(far).fetch(claim) as blob:
         assert set(blob.data[::4096]) == {1}
@@ -351,10 +351,10 @@ def test_only_holders_of_the_claim_are_served(store: BulkStore, far: ServiceSett
             BulkReader(far).fetch(msgspec.structs.replace(claim, token=token))
     host, _, port = claim.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as first:
-        heard = request_for(claim, first.recv(20, socket.MSG_WAITALL)[4:])
-    with socket.create_connection((host, int(port)), timeout=5) as peer:  # what was overheard is of no use
+        overheard = request_for(claim, first.recv(20, socket.MSG_WAITALL)[4:])
+    with socket.create_connection((host, int(port)), timeout=5) as peer:  # an overheard request is of no use
         peer.recv(20, socket.MSG_WAITALL)
-        peer.sendall(heard)
+        peer.sendall(overheard)
         assert peer.recv(9, socket.MSG_WAITALL)[0] == 2
     with BulkReader(far).fetch(claim) as blob:
         assert set(blob.data[::4096]) == {1}
@@ -364,7 +364,7 @@ def test_only_holders_of_the_claim_are_served(store: BulkStore, far: ServiceSett
 def test_bytes_that_were_changed_on_their_way_are_refused(
     store: BulkStore, far: ServiceSettings, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the sender computed no digest."""
+    """The receiver also detects changed bytes if the sender computed no digest."""
     monkeypatch.setattr(bulk_server, "_BESIDE", beside)
     claim = store.put(filled(1), digest=False)
     host, _, port = claim.address.rpartition(":")
@@ -395,24 +395,24 @@ def test_large_blobs_are_sealed_while_they_are_sent_and_received(
     monkeypatch.setattr(bulk_server, "_BESIDE", 2 * MIB)
     monkeypatch.setattr(bulk_server, "_CHUNK", MIB)
     for nbytes, beside in ((2 * MIB, False), (2 * MIB + 5, True)):
-        told: list[tuple[int, bool]] = []
+        received: list[tuple[int, bool]] = []
         data = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
         target = np.zeros(nbytes, np.uint8)
         claim = store.put([data.tobytes()])
 
-        def tell(count: int, told: list[tuple[int, bool]] = told) -> None:
-            told.append((count, threading.current_thread() is not threading.main_thread()))
+        def on_bytes_received(count: int, received: list[tuple[int, bool]] = received) -> None:
+            received.append((count, threading.current_thread() is not threading.main_thread()))
 
         bulk_server.pull(
-            claim.address, claim.name, claim.generation, claim.token, target, timeout_s=60, on_bytes=tell
+            claim.address, claim.name, claim.generation, claim.token, target, timeout_s=60, on_bytes=on_bytes_received
         )  # fmt: skip
         store.release(claim)
         assert np.array_equal(target, data)
-        assert told == [(count, beside) for count in (MIB, 2 * MIB, nbytes)[: 2 + beside]]
+        assert received == [(count, beside) for count in (MIB, 2 * MIB, nbytes)[: 2 + beside]]
 
 
 @pytest.mark.long
-def test_strangers_that_say_nothing_shut_nobody_out(
+def test_silent_strangers_do_not_block_other_clients(
     near: ServiceSettings, far: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk_server, "_PROOF_S", 0.5)
@@ -429,7 +429,7 @@ def test_strangers_that_say_nothing_shut_nobody_out(
 
 
 def test_slow_peer_never_sees_rewritten_bytes(near: ServiceSettings) -> None:
-    """The kernel sends pages of the segment itself, so it may not be written before the peer has everything."""
+    """The kernel sends pages of the segment itself, which may not be rewritten before the peer has all bytes."""
     settings = near.model_copy(update={"bulk_bytes": 64 * MIB})
     with BulkStore(settings) as store:
         claim = store.put(filled(1, 16 * MIB))

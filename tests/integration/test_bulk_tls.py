@@ -1,4 +1,4 @@
-"""Bulk data and weights between hosts over TLS: who is served, who is believed, and what a listener sees."""
+"""Bulk data and weights between hosts over TLS: accepted and refused peers, and no plain text on the wire."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Host = Callable[..., ServiceSettings]
 
 @pytest.fixture
 def host(tmp_path: Path, certificates: dict[str, Path]) -> Host:
-    """Settings of a process on a host of that name; its ca, cert and key are names of certificates."""
+    """``host(name, ca=..., cert=..., key=...)`` returns settings of a process on that host with these certificates."""
 
     def settings(name: str, **files: str) -> ServiceSettings:
         shm = tmp_path / name
@@ -40,7 +40,7 @@ def host(tmp_path: Path, certificates: dict[str, Path]) -> Host:
 
 @pytest.fixture
 def near(host: Host) -> ServiceSettings:
-    """Serves those that have a certificate."""
+    """Settings of a server that demands a certificate of its clients."""
     settings = host("near", ca="ca.pem", cert="server.pem", key="server.key")
     return settings.model_copy(update={"bulk_host": "127.0.0.1"})
 
@@ -56,7 +56,7 @@ def store(near: ServiceSettings) -> Iterator[BulkStore]:
         yield made
 
 
-def test_a_listener_sees_nothing_of_what_is_fetched(store: BulkStore, far: ServiceSettings) -> None:
+def test_an_eavesdropper_cannot_read_fetched_data(store: BulkStore, far: ServiceSettings) -> None:
     text = b"what nobody else is to read, again and again; "
     content = text * (MIB // len(text))
     claim = store.put([content], digest=True)
@@ -92,11 +92,11 @@ def test_a_listener_sees_nothing_of_what_is_fetched(store: BulkStore, far: Servi
 
 
 REFUSED = "(?i)certificate|unknown ca|closed the connection|reset|broken pipe"
-"""The peer may hear why only after it was hung up on."""
+"""Errors of a refused client; the server may close the connection before its reason arrives."""
 
 
 @pytest.mark.parametrize(
-    ("files", "said"),
+    ("files", "message"),
     [
         ({"ca": "ca.pem"}, REFUSED),
         ({"ca": "ca.pem", "cert": "other.pem", "key": "other.key"}, REFUSED),
@@ -105,16 +105,16 @@ REFUSED = "(?i)certificate|unknown ca|closed the connection|reset|broken pipe"
     ids=["no certificate", "of another authority", "trusts another authority"],
 )
 def test_without_certificates_of_the_authority_nothing_is_fetched(
-    store: BulkStore, far: ServiceSettings, host: Host, files: dict[str, str], said: str
+    store: BulkStore, far: ServiceSettings, host: Host, files: dict[str, str], message: str
 ) -> None:
     claim = store.put([bytes(MIB)])
-    with pytest.raises(Unavailable, match=said):
+    with pytest.raises(Unavailable, match=message):
         BulkReader(host("stranger", **files)).fetch(claim, timeout_s=30)
     with BulkReader(far).fetch(claim, timeout_s=30) as blob:
         assert blob.data.nbytes == MIB
 
 
-def test_who_knows_nothing_of_tls_hears_which_setting_it_lacks(
+def test_a_client_without_tls_gets_the_name_of_the_missing_setting(
     store: BulkStore, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk_server, "_PROOF_S", 0.2)
@@ -122,7 +122,7 @@ def test_who_knows_nothing_of_tls_hears_which_setting_it_lacks(
         BulkReader(host("stranger")).fetch(store.put([bytes(MIB)]), timeout_s=30)
 
 
-def test_who_wants_tls_takes_nothing_in_clear(near: ServiceSettings, far: ServiceSettings) -> None:
+def test_a_client_with_tls_refuses_an_unencrypted_server(near: ServiceSettings, far: ServiceSettings) -> None:
     clear = near.model_copy(update={"bulk_tls_ca": None, "bulk_tls_cert": None, "bulk_tls_key": None})
     with BulkStore(clear) as store, pytest.raises(Unavailable, match=r"(?i)ssl"):
         BulkReader(far).fetch(store.put([bytes(MIB)]), timeout_s=30)
@@ -134,7 +134,7 @@ def test_a_certificate_of_another_host_is_refused(near: ServiceSettings, far: Se
         BulkReader(far).fetch(store.put([bytes(MIB)]), timeout_s=30)
 
 
-def test_without_authorities_a_server_asks_nobody_for_a_certificate(near: ServiceSettings, host: Host) -> None:
+def test_a_server_without_a_ca_demands_no_client_certificate(near: ServiceSettings, host: Host) -> None:
     open_to_all = near.model_copy(update={"bulk_tls_ca": None})
     reader = BulkReader(host("nameless", ca="ca.pem"))
     with BulkStore(open_to_all) as store, reader.fetch(store.put([b"1" * MIB]), timeout_s=30) as blob:
@@ -142,7 +142,7 @@ def test_without_authorities_a_server_asks_nobody_for_a_certificate(near: Servic
 
 
 @pytest.mark.long
-def test_strangers_that_never_shake_hands_shut_nobody_out(
+def test_strangers_without_a_handshake_do_not_block_other_clients(
     store: BulkStore, far: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk_server, "_MAX_UNPROVEN", 8)

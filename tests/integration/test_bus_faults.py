@@ -1,4 +1,4 @@
-"""The bus when the server dies, goes silent or restarts, and when our own code misbehaves."""
+"""The bus when the server dies, hangs or restarts, and when our own code misbehaves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERIENCE, TICKETS = subjects.experience(JOB), subjects.tickets(JOB)
 
 @contextlib.asynccontextmanager
 async def crashing(server: NatsServer, *, after_s: float = 0.1, down_s: float = 0.3) -> AsyncIterator[None]:
-    """Kill -9 the server inside the block, and start it again on the same store."""
+    """Kill the server with SIGKILL inside the block, and start it again on the same store."""
 
     async def crash() -> None:
         await asyncio.sleep(after_s)
@@ -131,7 +131,7 @@ async def test_acknowledgements_during_an_outage_are_sent_later(bus: Bus, nats_s
     async with await bus.pull(subjects.TICKETS, TICKETS, "workers", ack_wait_s=30) as puller:
         await bus.publish(TICKETS, b"x")
         (delivery,) = await puller.fetch(1, 1.0)
-        await asyncio.sleep(0.4)  # younger leases are forgotten by a crash
+        await asyncio.sleep(0.4)  # a crash of the server loses younger leases
         nats_server.kill()
         await until(lambda: not bus.connected, "the loss is noticed")
         await delivery.ack()
@@ -143,7 +143,7 @@ async def test_acknowledgements_during_an_outage_are_sent_later(bus: Bus, nats_s
         assert (await bus.stream_state(subjects.TICKETS)).messages == 0
 
 
-async def test_what_may_be_lost_fails_at_once_while_disconnected(bus: Bus, nats_server: NatsServer) -> None:
+async def test_notifications_and_requests_fail_at_once_while_disconnected(bus: Bus, nats_server: NatsServer) -> None:
     nats_server.kill()
     await until(lambda: not bus.connected, "the loss is noticed")
     start = time.monotonic()
@@ -179,7 +179,7 @@ async def test_subscriptions_and_servers_come_back(bus: Bus, nats_server: NatsSe
 
 @pytest.mark.long
 async def test_a_silent_peer_is_noticed(nats_server: NatsServer) -> None:
-    """The cable is cut: bytes go into the void, and no packet says so."""
+    """A connection may end without any packet, as with a cut cable."""
     frozen = asyncio.Event()
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut: bool) -> None:
@@ -236,7 +236,7 @@ async def test_a_handler_that_raises_is_logged_and_stops_nothing(bus: Bus, caplo
 
 
 async def test_a_dead_read_loop_is_replaced(bus: Bus) -> None:
-    """Whatever ends nats-py's read loop while it still says 'connected' (an error callback that raises does)."""
+    """An error callback that raises, for example, ends nats-py's read loop, and its status stays 'connected'."""
     bus._connection._client._reading_task.cancel()
     await asyncio.sleep(0)
     seq = await bus.publish(EXPERIENCE, b"x", deadline_s=3)
@@ -244,8 +244,8 @@ async def test_a_dead_read_loop_is_replaced(bus: Bus) -> None:
     assert bus.reconnects == 1
 
 
-async def test_a_server_that_hangs_up_for_a_reason_is_dialled_again(bus: Bus) -> None:
-    """nats-py gives up for good when the server sends an error before it closes."""
+async def test_the_bus_reconnects_after_the_server_closed_with_an_error(bus: Bus) -> None:
+    """After an error message from a server that then closes, nats-py never reconnects by itself."""
     with contextlib.suppress(Unavailable):
         await bus._connection._client._send_command(b"PUB too few\r\n")
         await bus._connection._client._flush_pending()
@@ -281,7 +281,7 @@ async def test_nothing_hangs_after_close(nats_server: NatsServer) -> None:
         await bus.publish(EXPERIENCE, b"", deadline_s=5)
 
 
-async def test_close_delivers_what_was_sent(bus: Bus, nats_server: NatsServer) -> None:
+async def test_close_delivers_sent_messages(bus: Bus, nats_server: NatsServer) -> None:
     seen: list[bytes] = []
     await bus.subscribe("weights.*", lambda _, data: seen.append(data))
     async with await Bus.connect(nats_server.url, name="brief") as other:
@@ -290,7 +290,7 @@ async def test_close_delivers_what_was_sent(bus: Bus, nats_server: NatsServer) -
     await until(lambda: len(seen) == 50, "everything arrives")
 
 
-async def test_a_server_that_is_not_there_is_named_without_its_password() -> None:
+async def test_an_unreachable_server_is_named_without_its_password() -> None:
     start = time.monotonic()
     with pytest.raises(Unavailable) as caught:
         await Bus.connect("nats://user:secret@127.0.0.1:1", name="x", deadline_s=0.5)
@@ -300,7 +300,7 @@ async def test_a_server_that_is_not_there_is_named_without_its_password() -> Non
     assert "secret" not in str(caught.value)
 
 
-async def test_an_address_that_is_none_is_a_configuration_error() -> None:
+async def test_an_invalid_address_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match="not a NATS address"):
         await Bus.connect("nats://host:port", name="x", deadline_s=2)
 
@@ -314,7 +314,7 @@ async def test_connecting_waits_for_a_late_server(nats_server: NatsServer) -> No
         assert bus.connected
 
 
-async def test_illegal_subjects_are_refused_here(bus: Bus) -> None:
+async def test_illegal_subjects_are_refused_by_the_client(bus: Bus) -> None:
     for subject in ("", "a b", "a\r\nPUB x 0"):
         with pytest.raises(ProtocolError):
             await bus.notify(subject, b"")

@@ -1,4 +1,4 @@
-"""Request and reply, notifications."""
+"""Requests with replies, and notifications."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_errors_cross_the_wire_by_name(bus: Bus, caplog: pytest.LogCapture
 
 
 @pytest.mark.long
-async def test_a_slow_answer_is_given_up_with_its_name(bus: Bus) -> None:
+async def test_a_request_without_a_timely_answer_fails_and_names_its_subject(bus: Bus) -> None:
     async def slow(_: bytes) -> bytes:
         await asyncio.sleep(3)
         return b""
@@ -105,7 +105,7 @@ async def test_closing_lets_running_requests_finish(bus: Bus, nats_server: NatsS
     assert await asking == b"done"
 
 
-async def test_notifications_reach_those_who_listen(bus: Bus) -> None:
+async def test_notifications_reach_current_subscribers(bus: Bus) -> None:
     seen: list[tuple[str, bytes]] = []
     async with await bus.subscribe("heartbeat.>", lambda subject, data: seen.append((subject, data))):
         await bus.notify("heartbeat.rollout.w1", b"1")
@@ -115,8 +115,8 @@ async def test_notifications_reach_those_who_listen(bus: Bus) -> None:
     assert seen == [("heartbeat.rollout.w1", b"1")]
 
 
-async def test_what_was_sent_before_close_arrives(bus: Bus, nats_server: NatsServer) -> None:
-    """More than a socket buffers, so that it is still in this process when ``close`` begins."""
+async def test_messages_sent_before_close_arrive(bus: Bus, nats_server: NatsServer) -> None:
+    """The messages exceed the socket's buffer, so that some are still in this process when ``close`` begins."""
     seen: list[int] = []
     subject = "test.flushed"
     await bus.subscribe(subject, lambda _subject, data: seen.append(data[0]))

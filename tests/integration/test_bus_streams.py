@@ -35,7 +35,7 @@ async def test_streams_can_be_ensured_again_and_resized(bus: Bus) -> None:
     assert sizes == [3 << 20, 2 << 20]
 
 
-async def test_what_people_said_goes_after_its_time_and_the_rest_stays(bus: Bus) -> None:
+async def test_feedback_and_interactions_expire_and_the_ledger_stays(bus: Bus) -> None:
     live = (subjects.INTERACTIONS, subjects.FEEDBACK)
     await bus.ensure_streams(experience_bytes=8 << 20, stream_bytes=8 << 20, live_keep_s=0.5)
     for subject in (subjects.interaction(JOB, "i"), subjects.feedback(JOB), LEDGER):
@@ -46,7 +46,7 @@ async def test_what_people_said_goes_after_its_time_and_the_rest_stays(bus: Bus)
     assert (await bus.stream_state(subjects.LEDGER)).messages == 1
     await bus.ensure_streams(experience_bytes=8 << 20, stream_bytes=8 << 20)
     info = await call(bus._connection, "STREAM.INFO.FEEDBACK", {}, deadline_s=5, what="look at FEEDBACK")
-    assert info["config"]["max_age"] == 0, "kept again, as long as nobody removes it"
+    assert info["config"]["max_age"] == 0, "without the setting, messages do not expire"
 
 
 async def test_many_services_may_ensure_at_once(nats_server: NatsServer) -> None:
@@ -63,7 +63,7 @@ async def test_a_server_without_room_is_a_configuration_error(nats_server: NatsS
 
 
 async def test_a_service_that_only_uses_the_streams_need_not_have_room_for_them(bus: Bus) -> None:
-    """Their sizes are those of the coordinator, whatever the settings of others say."""
+    """The coordinator alone sets the sizes of streams, whatever the settings of other services are."""
     await bus.ensure_streams(experience_bytes=1 << 60, stream_bytes=1 << 20, update=False)
     state = await bus.stream_state(subjects.EXPERIENCE)
     with pytest.raises(ConfigError, match="PENSTOCK_STREAM_BYTES"):
@@ -71,7 +71,7 @@ async def test_a_service_that_only_uses_the_streams_need_not_have_room_for_them(
     assert state.max_bytes == (await bus.stream_state(subjects.EXPERIENCE)).max_bytes < 1 << 60
 
 
-async def test_a_message_keeps_its_parts(bus: Bus) -> None:
+async def test_a_message_is_read_with_its_body_headers_and_time(bus: Bus) -> None:
     before = time.time()
     seq = await bus.publish(EXPERIENCE, b"body", headers={"Penstock-Group": "ü: x"}, msg_id="m")
     for message in (
@@ -87,7 +87,7 @@ async def test_a_message_keeps_its_parts(bus: Bus) -> None:
 
 
 async def test_a_read_ends_where_the_leader_of_the_stream_ends(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replica that serves it lags: it says that nothing is left."""
+    """The replica that serves the read lags, and reports that nothing is left."""
     for number in range(5):
         await bus.publish(LEDGER, b"%d" % number)
     lies = [0, 0]
@@ -114,13 +114,13 @@ async def test_appends_conflict_unless_they_are_ours(bus: Bus) -> None:
         await bus.publish(LEDGER, b"3", expect_last_subject_seq=first)
     with pytest.raises(Conflict):
         await bus.publish(LEDGER, b"3", expect_last_subject_seq=0)
-    # The answer to an append got lost and it is repeated, even after somebody went on:
+    # An append whose answer was lost is repeated, even after a later append:
     await bus.publish(LEDGER, b"3", expect_last_subject_seq=second)
     assert await bus.publish(LEDGER, b"2", expect_last_subject_seq=first, msg_id="mine") == second
     assert [m.data for m in await bus.read(subjects.LEDGER, LEDGER)] == [b"1", b"2", b"3"]
 
 
-async def test_of_many_writers_one_appends(bus: Bus) -> None:
+async def test_one_of_many_concurrent_writers_appends(bus: Bus) -> None:
     tries = [bus.publish(LEDGER, b"%d" % i, expect_last_subject_seq=0) for i in range(16)]
     results = await asyncio.gather(*tries, return_exceptions=True)
     assert sum(isinstance(r, int) for r in results) == 1
@@ -137,7 +137,7 @@ async def test_a_full_stream_refuses_at_once_and_recovers(bus: Bus) -> None:
     with pytest.raises(StreamFull):
         await bus.publish_many([Outgoing(EXPERIENCE, payload) for _ in range(2)])
     assert time.monotonic() - start < 10
-    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 3, "nothing old was discarded"
+    assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 3, "no old message was discarded"
     assert await bus.purge(subjects.EXPERIENCE, EXPERIENCE, below_seq=0) == 0
     assert await bus.purge(subjects.EXPERIENCE, EXPERIENCE, below_seq=stored[1]) == 1
     await bus.publish(EXPERIENCE, payload)
@@ -162,8 +162,8 @@ async def test_a_subject_without_a_stream_is_named(bus: Bus) -> None:
 async def test_a_batch_is_stored_whole_or_not_at_all(bus: Bus) -> None:
     parts = [Outgoing(EXPERIENCE, b"%d" % i, {"part": str(i)}, f"g.{i}") for i in range(5)]
     seqs = await bus.publish_many(parts)
-    assert seqs == list(range(seqs[0], seqs[0] + 5)), "consecutive: nothing came in between"
-    assert await bus.publish_many(parts) == seqs, "a repeated batch returns what is there"
+    assert seqs == list(range(seqs[0], seqs[0] + 5)), "consecutive: no other message came in between"
+    assert await bus.publish_many(parts) == seqs, "a repeated batch returns the stored sequence numbers"
     assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 5
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=16 << 20)
     with pytest.raises(StreamFull):
@@ -196,7 +196,7 @@ async def test_reading_ends_at_the_present_end(bus: Bus) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kept", [0, 2])
-async def test_reading_ends_though_what_it_waits_for_is_deleted(
+async def test_reading_ends_when_the_awaited_message_is_deleted(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     seqs = [await bus.publish(EXPERIENCE, b"x") for _ in range(kept + 1)]
@@ -235,7 +235,7 @@ async def test_following_sees_old_and_new_messages_in_order(bus: Bus) -> None:
             await bus.publish_many([Outgoing(EXPERIENCE, b"%d" % i)]) if i else None
             assert (await asyncio.wait_for(anext(feed), 2)).data == b"%d" % i
             consumers.add(feed._consumer)
-        assert len(consumers) == 1, "it was rebuilt without need"
+        assert len(consumers) == 1, "the consumer was created anew without need"
 
 
 async def test_a_wait_for_a_message_can_be_given_up_and_taken_up_again(bus: Bus) -> None:

@@ -41,18 +41,18 @@ async def drained(bus: Bus) -> None:
     raise AssertionError("the queue still holds messages after 2 s")
 
 
-async def test_fetch_takes_what_is_there_and_no_more(bus: Bus) -> None:
+async def test_fetch_returns_available_messages_and_leases_no_more(bus: Bus) -> None:
     async with await workers(bus) as puller:
         await put(bus, 3)
         start = time.monotonic()
         found = await puller.fetch(10, 40.0)
         assert [d.data for d in found] == [b"0", b"1", b"2"]
-        assert time.monotonic() - start < 20, "it waited although something was there"
+        assert time.monotonic() - start < 20, "the fetch waited although messages were available"
         assert [d.deliveries for d in found] == [1, 1, 1]
         await put(bus, 2)
         assert len(await puller.fetch(1, 1.0)) == 1
         state = await bus.consumer_state(subjects.TICKETS, "workers")
-        assert (state.ack_pending, state.delivered_seq) == (4, 4), "more was leased than asked for"
+        assert (state.ack_pending, state.delivered_seq) == (4, 4), "more messages were leased than requested"
 
 
 async def test_small_fetches_do_not_pause(bus: Bus) -> None:
@@ -158,20 +158,20 @@ async def test_workers_share_without_doubling(bus: Bus) -> None:
     assert sorted(seen, key=int) == [b"%d" % i for i in range(60)]
 
 
-async def test_what_was_not_fetched_goes_back_on_close(bus: Bus) -> None:
+async def test_messages_for_a_cancelled_fetch_are_redelivered_after_close(bus: Bus) -> None:
     puller = await workers(bus, ack_wait_s=30)
     asking = asyncio.create_task(puller.fetch(4, 5.0))
     await asyncio.sleep(0.1)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await put(bus, 1)  # answers a question that nobody waits for any more
+    await put(bus, 1)  # arrives for a fetch that was cancelled
     await asyncio.sleep(0.1)
     await puller.close()
     async with await workers(bus, ack_wait_s=30) as other:
         assert (await one(other)).data == b"0"
 
 
-async def test_a_deleted_consumer_is_made_again(bus: Bus) -> None:
+async def test_a_deleted_consumer_is_created_again(bus: Bus) -> None:
     async with await workers(bus) as puller:
         await put(bus, 1)
         await bus.delete_consumer(subjects.TICKETS, "workers")

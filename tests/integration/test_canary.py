@@ -1,6 +1,6 @@
-"""A version is tried on live answers before it is served to all; another leader goes on with what was said of it.
+"""A candidate version is tried on live answers before it is promoted; a new leader keeps the feedback on it.
 
-Leader, trainer and rollout worker are real, over one bus. The test answers as agents of both arms.
+Leader, trainer and rollout worker are real, on one bus. The test posts answers of both arms, and feedback on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock.shared.transport.bus import Bus
 
 
 def promotions() -> Any:
-    """The running job of the gate's tests."""
+    """Module ``test_promotion.py``, whose ``Job`` runs the job here, too."""
     path = Path(__file__).with_name("test_promotion.py")
     spec = importlib.util.spec_from_file_location("promotion_of_canaries", path)
     assert spec is not None
@@ -54,7 +54,7 @@ GATE.CONFIG = CONFIG
 
 
 async def judge(job: Any, version: int, value: float, number: int, *, untrainable: str = "") -> None:
-    """So many answers by a version, each judged."""
+    """Publish ``number`` answers by a version, and a reward of ``value`` for each."""
     now = time.time()
     names = [new_marked_id(job.id) for _ in range(number)]
     for name in names:
@@ -80,7 +80,7 @@ def leader(bus: Bus, store: JobStore, record: JobRecord, directory: Path, *, epo
     return JobRunner(bus, store, Members(), record, epoch=epoch, data_dir=directory, supply=supply)
 
 
-async def test_a_version_is_served_to_all_once_agents_liked_it(bus: Bus, tmp_path: Path) -> None:
+async def test_a_candidate_with_good_feedback_is_promoted(bus: Bus, tmp_path: Path) -> None:
     store = JobStore(bus)
     record = await store.create(CONFIG)
     settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path, worker_id="w", lease_s=0.5)
@@ -112,12 +112,12 @@ async def test_a_version_is_served_to_all_once_agents_liked_it(bus: Bus, tmp_pat
             assert rollout.status()["version"] == 1
     entries = [decode_events(message.data) for message in await bus.read(subjects.LEDGER, subjects.ledger(job.id))]
     events = [event for entry in entries for event in entry]
-    told = [
+    decisions = [
         (type(event).__name__, event.version)
         for event in events
         if isinstance(event, Promoted | PromotionRefused | CanaryBegun)
     ]
-    assert told[:5] == [
+    assert decisions[:5] == [
         ("Promoted", 0), ("CanaryBegun", 1), ("Promoted", 1), ("CanaryBegun", 2), ("PromotionRefused", 2)
     ]  # fmt: skip
     judged = [one for event in events if isinstance(event, CanaryJudged) for one in event.judged if event.version < 3]

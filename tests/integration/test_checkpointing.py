@@ -1,4 +1,4 @@
-"""Checkpoints beside training: taken at a boundary, written and recorded while it goes on, tried again if they fail."""
+"""Checkpoints during training: copied between batches, written and recorded meanwhile, and retried after failures."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ CONFIG = JobConfig.parse(
 
 @dataclass
 class Coordinator:
-    """Answers reports when it may."""
+    """Coordinator that answers reports once ``open`` is set."""
 
     open: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: list[Report] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     async def answer(self, data: bytes) -> bytes:
         await self.open.wait()
-        self.heard.append(unpack(data, Report)[0])
+        self.reports.append(unpack(data, Report)[0])
         return pack(Ack(ok=True, data={"pinned": [1]}))
 
 
@@ -90,9 +90,9 @@ async def test_training_goes_on_while_a_checkpoint_is_recorded(stage: Stage) -> 
     assert stage.checkpointing.asked
     await take(1)
     assert not stage.checkpointing.asked
-    assert not stage.coordinator.heard
-    await stage.rank_group.publish(lambda learner: learner.layout())  # the thread that computes is free
-    await take(1)  # asked again: nothing new to write
+    assert not stage.coordinator.reports
+    await stage.rank_group.publish(lambda learner: learner.layout())  # the thread that computes is idle
+    await take(1)  # requested again: nothing new to write
     following = asyncio.create_task(take(2))
     await wait_for(_exists(stage.root, 1), 30, "the first checkpoint")
     assert not following.done(), "one copy at a time"
@@ -100,19 +100,19 @@ async def test_training_goes_on_while_a_checkpoint_is_recorded(stage: Stage) -> 
     await wait_for(following, 30, "the second copy")
     await take(3)
     await wait_for(stage.checkpointing.written(), 30, "all of them")
-    said = dict.fromkeys((r.kind, r.batch, r.epoch, r.reason) for r in stage.coordinator.heard)  # late answers: again
-    assert list(said) == [
+    reported = dict.fromkeys((r.kind, r.batch, r.epoch, r.reason) for r in stage.coordinator.reports)  # may repeat
+    assert list(reported) == [
         ("checkpointed", 1, 3, "interval"),
         ("checkpointed", 2, 3, ""),
         ("checkpointed", 3, 3, ""),
     ]
     kept = list_checkpoints(stage.root, JOB)
-    assert [stored.manifest.number for stored in kept] == [1, 3], "the newest, and what is pinned"
-    assert kept[-1].path == stage.root.parent / stage.coordinator.heard[-1].path
+    assert [stored.manifest.number for stored in kept] == [1, 3], "the newest, and the pinned one"
+    assert kept[-1].path == stage.root.parent / stage.coordinator.reports[-1].path
     assert load_checkpoint(kept[-1].path).meta["digest"] == "d"
 
 
-async def test_who_asks_while_one_is_written_asks_again(
+async def test_a_request_during_a_write_is_ignored_and_can_be_repeated(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def undeletable(*_: object, **__: object) -> None:
@@ -134,7 +134,7 @@ async def test_who_asks_while_one_is_written_asks_again(
 
 
 async def save_other(root: Path, number: int) -> None:
-    """An old checkpoint of the same job."""
+    """Save an old checkpoint of the same job."""
     policy = BackendState(weights={"w": torch.zeros(1)}, optimizer={}, reference={}, rng={"cpu": torch.get_rng_state()})
     state = LearnerState(models={"policy": policy}, rule={})
     await asyncio.to_thread(save_checkpoint, root, JOB, number, state, {})
@@ -154,11 +154,11 @@ async def test_a_checkpoint_that_cannot_be_written_is_tried_again(
     stage.root.unlink()
     await stage.checkpointing.take(Progress(version=1, batch=1, digest="d"))
     await wait_for(stage.checkpointing.written(), 30, "the checkpoint")
-    assert {(r.batch, r.reason) for r in stage.coordinator.heard} == {(1, "the end")}
+    assert {(r.batch, r.reason) for r in stage.coordinator.reports} == {(1, "the end")}
     assert [stored.manifest.number for stored in list_checkpoints(stage.root, JOB)] == [1]
 
 
-async def test_a_checkpoint_that_somebody_relies_on_is_tried_until_it_is_there(
+async def test_a_required_checkpoint_is_retried_until_it_is_written(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "RETRY_S", 0.05)
@@ -172,7 +172,7 @@ async def test_a_checkpoint_that_somebody_relies_on_is_tried_until_it_is_there(
     assert not securing.done()
     stage.root.unlink()
     await wait_for(securing, 30, "the checkpoint")
-    assert {(r.batch, r.reason) for r in stage.coordinator.heard} == {(1, "to leave")}
+    assert {(r.batch, r.reason) for r in stage.coordinator.reports} == {(1, "to leave")}
     stage.root.rename(stage.root.with_name("elsewhere"))
     stage.root.write_text("in the way")
     later = Progress(version=2, batch=2, digest="d")
@@ -181,7 +181,7 @@ async def test_a_checkpoint_that_somebody_relies_on_is_tried_until_it_is_there(
     await wait_for(stage.woken.wait(), 30, "another try")
     wanted = False
     await wait_for(securing, 30, "its end")
-    assert {r.batch for r in stage.coordinator.heard} == {1}
+    assert {r.batch for r in stage.coordinator.reports} == {1}
 
 
 async def _exists(root: Path, number: int) -> None:

@@ -1,4 +1,4 @@
-"""The clock of a host that is wrong is shown, and told once."""
+"""A wrong clock of a host is shown in the status, and reported in one event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three NATS nodes: streams keep their replicas, and what was acknowledged survives any one of the nodes."""
+"""Three NATS nodes: streams keep their replicas, and acknowledged messages survive the loss of any one node."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ T = TypeVar("T")
 JOB = "job_cluster"
 SIZES = {"experience_bytes": 16 << 20, "stream_bytes": 8 << 20}
 DEADLINE_S = 90.0
-"""An election takes 2 to 10 s, more on a machine at work."""
+"""Deadline of all waits: an election takes 2 to 10 s, more on a busy machine."""
 
 
 class Node(NatsServer):
-    """One node. Its routes go through proxies of the test, so that its links can be cut."""
+    """NATS node whose routes pass through proxies of the test, so that its links can be cut."""
 
     def __init__(self, directory: Path, number: int, listen: int, routes: list[int], *, sync: bool) -> None:
         super().__init__(directory, sync=sync)
@@ -62,7 +62,7 @@ class Node(NatsServer):
 
 
 class Link:
-    """A route of one node to another that can be cut."""
+    """Route from one node to another that the test can cut."""
 
     def __init__(self, source: int, target: int, port: int, target_port: int) -> None:
         self.ends = {source, target}
@@ -95,7 +95,7 @@ class Link:
         with suppress(OSError):
             there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
             self._writers |= {writer, back}
-            if self.is_cut:  # while it was opened
+            if self.is_cut:  # the link was cut meanwhile
                 self.cut()
             try:
                 await asyncio.gather(_pump(reader, back), _pump(there, writer))
@@ -113,7 +113,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 class Cluster:
-    """Three nodes on loopback."""
+    """Cluster of three nodes on the loopback interface."""
 
     def __init__(self, directory: Path, *, sync: bool = True) -> None:
         listens, proxies = free_ports(3), iter(free_ports(6))
@@ -184,7 +184,7 @@ async def until(holds: Callable[[], Awaitable[bool]]) -> None:
 
 
 async def tried(work: Callable[[], Awaitable[T]]) -> T:
-    """The result of a read, once somebody answers: an election takes longer than one deadline."""
+    """Repeat a call until a node answers, because an election takes longer than one deadline; return the result."""
     end = time.monotonic() + DEADLINE_S
     while True:
         try:
@@ -196,7 +196,7 @@ async def tried(work: Callable[[], Awaitable[T]]) -> T:
 
 @pytest.fixture
 async def cluster(store_dir: Path) -> AsyncIterator[Cluster]:
-    async with Cluster(store_dir, sync=False) as running:  # what is tested is who has it, not the disk
+    async with Cluster(store_dir, sync=False) as running:  # the tests are about replication, not about the disk
         yield running
 
 
@@ -207,7 +207,7 @@ async def connected(cluster: Cluster, name: str = "test") -> AsyncIterator[Bus]:
 
 
 async def ensured(bus: Bus, replicas: int) -> None:
-    """As a coordinator does at its start, which waits for the cluster."""
+    """Create the streams as a coordinator does at its start: repeat until the cluster is available."""
     async with asyncio.timeout(DEADLINE_S):
         while True:
             with suppress(Unavailable):
@@ -224,7 +224,7 @@ async def replicas(bus: Bus) -> set[int]:
 
 
 async def append(bus: Bus, count: int, *, start: int = 0) -> list[int]:
-    """Acknowledged entries of a ledger, each after the one before."""
+    """Append ``count`` entries to a ledger, each after the one before is acknowledged; return their sequences."""
     last = await tried(lambda: bus.last(subjects.LEDGER, subjects.ledger(JOB)))
     seq, seqs = last.seq if last is not None else 0, []
     for number in range(start, start + count):
@@ -237,7 +237,7 @@ async def append(bus: Bus, count: int, *, start: int = 0) -> list[int]:
 
 
 async def holds(bus: Bus, count: int) -> bool:
-    """Tell whether this client sees entries 0 to ``count - 1``; a node that caught up may serve them a moment later."""
+    """Return True if this client sees entries 0 to ``count - 1``; a node may serve them a moment after it caught up."""
     return await stored(bus) == list(range(count))
 
 
@@ -263,8 +263,8 @@ async def test_replicas_on_a_single_server_are_a_clear_error(nats_server: NatsSe
             await bus.ensure_streams(**SIZES, replicas=3)
 
 
-async def test_a_stream_keeps_what_an_operator_set(bus: Bus) -> None:
-    """Each start of a coordinator used to rewrite the stream."""
+async def test_settings_of_an_operator_survive_the_start_of_a_coordinator(bus: Bus) -> None:
+    """A coordinator changes the sizes of streams at its start, but no other settings of an operator."""
     connection = bus._connection
     info = await call(connection, "STREAM.INFO.LEDGER", None, deadline_s=5, what="LEDGER")
     changed = info["config"] | {"compression": "s2", "metadata": {"owner": "ops"}}
@@ -286,7 +286,7 @@ async def test_the_audit_log_is_not_cut_by_a_smaller_size(bus: Bus) -> None:
 
 @pytest.mark.long
 async def test_a_start_raises_replicas_and_never_lowers_them(cluster: Cluster) -> None:
-    """A coordinator's start made streams of three replicas into streams of one."""
+    """Earlier, a coordinator's start could reduce streams of three replicas to one replica."""
     async with connected(cluster) as bus:
         await ensured(bus, 1)
         assert await replicas(bus) == {1}
@@ -315,7 +315,7 @@ async def test_acknowledged_appends_survive_the_end_of_a_leader(cluster: Cluster
 
 @pytest.mark.long
 async def test_a_node_that_is_cut_off_acknowledges_nothing_and_catches_up(cluster: Cluster) -> None:
-    """The leader of the ledger is alone with a client that knows no other node."""
+    """The ledger's leader is cut off together with a client that knows no other node."""
     async with connected(cluster) as bus:
         await ensured(bus, 3)
         before = await append(bus, 20)
@@ -337,8 +337,8 @@ async def test_a_node_that_is_cut_off_acknowledges_nothing_and_catches_up(cluste
 
 
 @pytest.mark.long
-async def test_a_replica_that_lags_is_not_believed(cluster: Cluster) -> None:
-    """The replica is stopped while a thousand messages are stored, and asked as soon as it runs again."""
+async def test_reads_through_a_lagging_replica_are_complete(cluster: Cluster) -> None:
+    """A replica is stopped while a thousand messages are stored, and serves reads as soon as it runs again."""
     async with connected(cluster) as bus:
         await ensured(bus, 3)
         await append(bus, 5)
@@ -399,7 +399,7 @@ def group(draw: Draw, version: int) -> Group:
 
 
 class Played:
-    """A job that is led here; the test plays its workers."""
+    """A job whose leader runs here; the test plays its workers."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -414,7 +414,7 @@ class Played:
         assert unpack(reply, Ack)[0].ok
 
     async def update(self) -> None:
-        """Workers answer what is drawn; the trainer trains the next batch."""
+        """Publish a group for each open draw until the next batch is sealed, and report that batch as trained."""
         state = self.runner.run.state
         number = state.last_trained + 1
 
@@ -437,7 +437,7 @@ class Played:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["kill", "stop", "cut"])
 async def test_a_job_goes_on_without_one_node(cluster: Cluster, fault: str) -> None:
-    """The node that leads its ledger is killed or stopped, or that of its coordinator's connection is cut off."""
+    """The fault kills or stops the leader of the ledger, or cuts off the node to which the coordinator is connected."""
     async with connected(cluster) as bus:
         await ensured(bus, 3)
         job = Played(bus)

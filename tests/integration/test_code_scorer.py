@@ -1,4 +1,4 @@
-"""The code scorer: programs against tests, honest and not."""
+"""The code scorer: tests decide on programs, honest ones and cheats."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TESTS: list[Any] = ["assert add(1, 2) == 3", {"call": "add", "args": [2, 2], "re
 
 @pytest.fixture(scope="module")
 def scorers() -> Iterator[tuple[Code, Code]]:
-    """All or nothing, and by fraction."""
+    """Two scorers: one gives all or nothing, the other the fraction of passed tests."""
     with closing(Code(settings())) as whole, closing(Code(settings(partial=True))) as partial:
         yield whole, partial
 
 
 @pytest.fixture
 def hasty() -> Iterator[Code]:
-    """By fraction, with little time."""
+    """A scorer that gives the fraction of passed tests, with a short time limit."""
     with closing(Code(settings(time_limit_s=1.0, partial=True))) as scorer:
         yield scorer
 
@@ -229,7 +229,7 @@ WORKING = [
 
 
 @pytest.mark.parametrize("test", WORKING)
-def test_statements_pass_what_is_right(scorers: tuple[Code, Code], test: str) -> None:
+def test_statements_accept_correct_programs(scorers: tuple[Code, Code], test: str) -> None:
     assert scorers[0].score("", WORKS, None, {"tests": [test, "assert add(1, 2) == 3"]}) == 1.0
 
 
@@ -253,10 +253,10 @@ class Tree:
         ("t = Tree(); t.children.append(1); assert t.children == [1]", "lambda t=Tree(): not t.children.append(1)"),
     ],
 )
-def test_what_statements_refuse_of_an_object_a_call_judges(
+def test_checks_on_objects_fail_as_statements_and_pass_as_calls(
     scorers: tuple[Code, Code], statement: str, as_call: str
 ) -> None:
-    """The manual says so; an object would decide the test."""
+    """Statements may not use a program's object in ways in which the object could decide the test; see the manual."""
     assert scorers[0].score("", TREE, None, {"tests": ["with Tree(): assert False"]}) == 0.0
     assert scorers[0].score("", TREE, None, {"tests": [statement]}) == 0.0
     assert scorers[0].score("", TREE, None, {"tests": [{"call": as_call, "args": [], "returns": True}]}) == 1.0
@@ -282,7 +282,7 @@ def test_time_is_for_all_tests_together(hasty: Code) -> None:
     started = time.monotonic()
     assert hasty.score("", "import time\ntime.sleep(0.3)\nprint(input())", None, {"tests": tests[1:]}) < 0.1
     assert hasty.score("", "while True: pass", None, {"tests": tests}) == 0.0
-    assert time.monotonic() - started < 30.0, "each test took the time of all"
+    assert time.monotonic() - started < 30.0, "all tests share one time limit"
 
 
 def test_row_without_tests_is_an_error(scorers: tuple[Code, Code]) -> None:
@@ -291,7 +291,7 @@ def test_row_without_tests_is_an_error(scorers: tuple[Code, Code]) -> None:
             scorers[0].score("", "print(1)", None, row)
 
 
-def test_installed_packages_are_there_on_request(scorers: tuple[Code, Code]) -> None:
+def test_installed_packages_are_available_on_request(scorers: tuple[Code, Code]) -> None:
     tests = {"tests": [{"call": "f", "args": [], "returns": 3}]}
     program = "def f():\n    import numpy\n    return int(numpy.arange(3).sum())"
     assert scorers[0].score("", program, None, tests) == 0.0

@@ -1,4 +1,4 @@
-"""Code of users is imported, checked and called once before a job is submitted, in processes that are killed."""
+"""User code is imported, checked and called once before a job is submitted, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Narrow:
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder on the path of the workers' processes."""
+    """A folder with user modules, on the import path of the workers' processes."""
     for name, source in (("trial_functions", FUNCTIONS), ("trial_classes", CLASSES), ("trial_orders", ORDERS)):
         (tmp_path / f"{name}.py").write_text(source)
     (tmp_path / "trial_missing.py").write_text("\nimport nothing_of_that_name\n")
@@ -180,7 +180,7 @@ async def test_a_tool_that_hangs_or_dies_ends_its_trial(modules: Path) -> None:
     (late,) = await tried(tools("trial_functions:hangs"), limit_s=8.0)
     assert (late.fatal, "was not over after 8 s" in late.text) == (False, True), late
     started = [child.cmdline() for child in psutil.Process().children(recursive=True)]
-    assert not [words for words in started if words[:1] == ["sleep"]], "what it started ended with it"
+    assert not [words for words in started if words[:1] == ["sleep"]], "processes that the tool started ended with it"
     (dead,) = await tried(tools("trial_functions:dies"))
     assert (dead.key, dead.fatal) == ("environment.tools[0] (look)", False)
     assert "ended the process with exit status 3" in dead.text
@@ -200,7 +200,7 @@ async def test_a_tool_that_hangs_or_dies_ends_its_trial(modules: Path) -> None:
         ("Nothing", False, True, "cannot import name 'Nothing'|has no attribute 'Nothing'"),
     ],
 )
-async def test_an_object_of_a_user_is_made_from_the_first_row_and_judges(
+async def test_a_users_object_is_created_from_the_first_row_and_judges(
     modules: Path, name: str, judges: bool, fatal: bool | None, text: str
 ) -> None:
     found = await tried(tools(f"trial_classes:{name}", kind="method"), judges=judges)
@@ -226,7 +226,7 @@ async def test_an_object_of_a_user_is_made_from_the_first_row_and_judges(
         ("rollout.path", "trial_orders:ENGINE", True, "has no attribute 'ENGINE'"),
     ],
 )
-async def test_code_that_rollout_workers_import(
+async def test_code_that_rollout_workers_import_is_tried(
     modules: Path, key: str, name: str, fatal: bool | None, text: str
 ) -> None:
     found = (await run_trial(trial.MODULE, request({key: name}))).findings
@@ -245,7 +245,7 @@ async def test_code_that_rollout_workers_import(
         ("class Other: pass\n", "has no attribute 'Own'"),
     ],
 )
-async def test_code_in_the_directory_of_a_model(
+async def test_code_in_the_directory_of_a_model_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, text: str | None
 ) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -324,7 +324,7 @@ def test_examples_of_arguments_follow_their_schema(schema: dict[str, Any], value
 
 
 def test_every_key_that_names_code_is_tried() -> None:
-    """A new key of a job file that names code needs a trial."""
+    """Fails if a new key of a job file names code for which there is no trial."""
     tried_elsewhere = {
         (FunctionScorer, "path"), (FunctionTool, "path"), (MethodTool, "path"), (VerifiersConfig, "python"),
     }  # fmt: skip

@@ -1,7 +1,7 @@
-"""Every rule over episodes learns a task of the env service's pool: a point that has to reach a goal on a line.
+"""Every algorithm for embodied jobs learns a task of the env service's pool: to move a point on a line to a goal.
 
-The observation is position and goal in [-1, 1]; the action in [-1, 1] moves the point by up to 0.3; a step costs its
-distance from the goal and 0.1; within 0.05 of the goal the task is over, after 20 steps the episode is cut off.
+The observation is position and goal in [-1, 1]. The action in [-1, 1] moves the point by up to 0.3. A step costs the
+distance from the goal and 0.1. The episode ends within 0.05 of the goal, and is truncated after 20 steps.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from tests.contract.simulated_envs import FOLDER
 
 ENV_ID, NUM_ENVS = "simulated_envs:PointReach-v0", 8
 HELD_OUT = 1_000_000
-"""Reset ids from here on are not trained on."""
+"""First of the held-out reset ids, which are not used for training."""
 
 Rows = list[tuple[dict[str, Any], Any, Any, StepReply, int]]
-"""Of one episode: observations, actions, log-probs, the reply and the row of it."""
+"""Steps of one episode: observations, actions, log-probs, the reply, and the row of this environment in the reply."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[EnvPool]:
 
 
 def play(pool: EnvPool, policy: EpisodePolicy, reset_ids: list[int], noise: np.random.Generator | None) -> list[Rows]:
-    """One episode from each reset id, with the mean of the policy where there is no noise."""
+    """Play one episode from each reset id, and return them; without ``noise``, the policy acts with its mean."""
     envs = np.arange(len(reset_ids), dtype=np.int32)
     observations = pool.reset(ResetRequest(seq=0, env_ids=envs, state_ids=np.array(reset_ids))).observations
     episodes: list[Rows] = [[] for _ in reset_ids]
@@ -78,7 +78,7 @@ def play(pool: EnvPool, policy: EpisodePolicy, reset_ids: list[int], noise: np.r
 
 
 def group_of(ordinal: int, episodes: list[Rows], objective: Any) -> EpisodeGroup:
-    """The episodes of one draw."""
+    """Return a group with the episodes of one draw."""
     rows = [row for episode in episodes for row in episode]
     ends = [episode[-1] for episode in episodes]
     lengths = [len(episode) for episode in episodes]
@@ -104,7 +104,7 @@ def group_of(ordinal: int, episodes: list[Rows], objective: Any) -> EpisodeGroup
 
 
 def held_out(pool: EnvPool, policy: EpisodePolicy) -> tuple[float, float]:
-    """Of held-out episodes without noise: the share that reaches the goal, and the mean return."""
+    """Play held-out episodes without noise; return the fraction that reaches the goal, and the mean return."""
     rounds = [play(pool, policy, list(range(HELD_OUT + 8 * i, HELD_OUT + 8 * i + 8)), None) for i in range(4)]
     ends = [episode[-1] for episodes in rounds for episode in episodes]
     reached = np.mean([reply.terminated[row].any() for *_, reply, row in ends])
@@ -112,7 +112,7 @@ def held_out(pool: EnvPool, policy: EpisodePolicy) -> tuple[float, float]:
 
 
 def train(pool: EnvPool, job: EmbodiedJob) -> tuple[tuple[float, float], tuple[float, float]]:
-    """``held_out`` before and after the updates of the job."""
+    """Train for all updates of the job; return the results of ``held_out`` before and after."""
     learner = EmbodiedLearner(job, pool._simulator.spec)
     untrained = held_out(pool, learner.policy)
     noise, size = np.random.default_rng(1), job.algorithm.group_size

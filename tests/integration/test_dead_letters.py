@@ -1,4 +1,4 @@
-"""Messages that nobody can use: kept in DEAD with the reason, their draws dropped, whether or not anybody was told."""
+"""Messages that cannot be used go to DEAD with the reason, and their draws are dropped, also without an advisory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEAD_TICKET = {"Penstock-Stream": subjects.TICKETS, "Penstock-Attempts": "2", DR
 
 
 class Led:
-    """A job that is led here; the test plays its workers."""
+    """A job whose leader runs here; the test plays its workers."""
 
     def __init__(self, bus: Bus, train: dict[str, Any]) -> None:
         self.bus, self.members = bus, Members()
@@ -64,7 +64,7 @@ class Led:
         )
 
     async def use_up(self, stream: str, count: int) -> None:
-        """Take ``count`` messages as often as they are delivered and answer none of them."""
+        """Fetch ``count`` messages until all their deliveries are used up, and acknowledge none of them."""
         seen = 0
         async with await self.puller(stream) as puller, asyncio.timeout(30):
             while seen < count * MAX_DELIVER:
@@ -83,13 +83,13 @@ class Led:
         return await self.bus.read(subjects.DEAD, subjects.dead(JOB))
 
     async def dropped(self) -> dict[Draw, str]:
-        """Every draw that was dropped, with its reason."""
+        """Return every dropped draw with its reason."""
         entries = await self.bus.read(subjects.LEDGER, subjects.ledger(JOB))
         events = [event for entry in entries for event in decode_events(entry.data)]
         return {draw: event.reason for event in events if isinstance(event, Dropped) for draw in event.draws}
 
     async def waiting(self) -> list[Draw]:
-        """Draws whose ticket is in the queue."""
+        """Return the draws whose tickets are in the queue."""
         state = await self.bus.stream_state(subjects.TICKETS)
         found = await self.bus.walk(subjects.TICKETS, subjects.tickets(JOB), last_seq=state.last_seq)
         return [unpack(message.data, Ticket)[0].draw for message in found]
@@ -116,8 +116,8 @@ async def led(bus: Bus, **train: Any) -> AsyncIterator[Led]:
 
 
 @pytest.mark.long
-async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
-    """No coordinator listened while the deliveries were used up."""
+async def test_a_scan_finds_dead_messages_without_an_advisory(bus: Bus) -> None:
+    """No coordinator subscribed to advisories while the deliveries were used up."""
     async with led(bus) as job:
         await job.use_up(subjects.TICKETS, 2)
 
@@ -126,18 +126,18 @@ async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
 
         await job.scan_until(redrawn)
         assert await job.dropped() == {Draw(0): "dead_letter", Draw(1): "dead_letter"}
-        letters = await job.dead()
-        assert [unpack(letter.data, Ticket)[0].draw for letter in letters] == [Draw(0), Draw(1)]
-        for letter in letters:
-            assert letter.headers["Penstock-Reason"] == "max deliveries"
-            assert letter.headers["Penstock-Attempts"] == str(MAX_DELIVER)
-            assert letter.headers["Penstock-Stream"] == subjects.TICKETS
+        dead_letters = await job.dead()
+        assert [unpack(dead_letter.data, Ticket)[0].draw for dead_letter in dead_letters] == [Draw(0), Draw(1)]
+        for dead_letter in dead_letters:
+            assert dead_letter.headers["Penstock-Reason"] == "max deliveries"
+            assert dead_letter.headers["Penstock-Attempts"] == str(MAX_DELIVER)
+            assert dead_letter.headers["Penstock-Stream"] == subjects.TICKETS
         await job.dead_letters.scan()
-        assert len(await job.dead()) == 2, "what is under nobody's lease and not delivered yet is not dead"
+        assert len(await job.dead()) == 2, "an undelivered message without a lease is not dead"
 
 
 async def test_a_ticket_that_leaving_workers_give_back_is_no_dead_letter(bus: Bus) -> None:
-    """Each time it has all its deliveries again; the draw, and with it what is saved of its group, stays."""
+    """A ticket that is given back is published again with all its deliveries; the draw and its saved tokens stay."""
     taken = bus.pull(
         subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=60.0, max_deliver=MAX_DELIVER
     )
@@ -153,7 +153,7 @@ async def test_a_ticket_that_leaving_workers_give_back_is_no_dead_letter(bus: Bu
             assert delivery.headers[DRAW_HEADER] == "0.0"
             assert ticket.left_s(delivery.time) == pytest.approx(deadline - time.time(), abs=5)
             given_back = Report(kind="handed_over", epoch=1, bad=[Draw(0)], seq=delivery.seq)
-            for _ in range(2):  # the first answer was lost
+            for _ in range(2):  # as if the first answer was lost
                 await job.report(given_back)
             await delivery.ack()
             while (await job.waiting()).count(Draw(0)) != 1:
@@ -161,7 +161,7 @@ async def test_a_ticket_that_leaving_workers_give_back_is_no_dead_letter(bus: Bu
         assert not await job.dropped()
 
 
-async def test_a_ticket_that_nothing_waits_for_is_not_published_again(bus: Bus) -> None:
+async def test_a_returned_ticket_of_an_answered_or_unknown_draw_is_not_published_again(bus: Bus) -> None:
     async with led(bus) as job:
         data, header = encode_group(group(Draw(0)))
         await bus.publish(subjects.experience(JOB), data, headers=group_headers(header))
@@ -170,12 +170,12 @@ async def test_a_ticket_that_nothing_waits_for_is_not_published_again(bus: Bus) 
                 await asyncio.sleep(0.02)
         for draw in (Draw(0), Draw(7)):
             await job.report(Report(kind="handed_over", epoch=1, bad=[draw], seq=1000))
-        assert sorted(await job.waiting()) == [Draw(0), Draw(1)], "those of the beginning"
+        assert sorted(await job.waiting()) == [Draw(0), Draw(1)], "the initial tickets"
 
 
 @pytest.mark.long
 async def test_a_late_ticket_of_a_dropped_draw_is_no_dead_letter(bus: Bus) -> None:
-    """Workers give back what is late until its deliveries are used up; its draw was dropped and asked for anew."""
+    """Workers give back a late ticket until its deliveries are used up; its draw was dropped and requested anew."""
     async with led(bus, draw_timeout_s=1.0) as job:
         tickets = await bus.walk(subjects.TICKETS, subjects.tickets(JOB), last_seq=2)
         async with asyncio.timeout(30):
@@ -201,8 +201,8 @@ async def test_an_advisory_is_faster_than_the_scan(bus: Bus) -> None:
         await asyncio.gather(listening, return_exceptions=True)
 
 
-async def test_work_in_hand_is_left_alone(bus: Bus) -> None:
-    """One ticket is dead while another is under a lease that its worker extends."""
+async def test_a_ticket_under_an_extended_lease_is_no_dead_letter(bus: Bus) -> None:
+    """One ticket is dead, while a worker extends the lease of another."""
     async with led(bus) as job:
         puller = await job.puller(subjects.TICKETS)
         first, held = await puller.fetch(2, 5.0)
@@ -222,8 +222,8 @@ async def test_work_in_hand_is_left_alone(bus: Bus) -> None:
         await puller.close()
 
 
-async def test_an_advisory_about_work_in_hand_is_left_to_the_scan(bus: Bus) -> None:
-    """A worker was late to extend a lease: its draw is not dropped while it says that it holds it."""
+async def test_an_advisory_about_a_held_draw_does_not_drop_it(bus: Bus) -> None:
+    """A worker extended a lease too late; the draw is not dropped while heartbeats report that the worker holds it."""
     async with led(bus) as job:
         await job.use_up(subjects.TICKETS, 2)
         state = await bus.stream_state(subjects.TICKETS)
@@ -242,8 +242,8 @@ async def test_an_advisory_about_work_in_hand_is_left_to_the_scan(bus: Bus) -> N
         assert await job.dropped() == {unpack(second.data, Ticket)[0].draw: "dead_letter"}
 
 
-async def test_a_ticket_that_nobody_can_read(bus: Bus) -> None:
-    """Its header still says which draw it asked for."""
+async def test_an_undecodable_ticket_becomes_a_dead_letter(bus: Bus) -> None:
+    """The header of the ticket still names its draw."""
     async with led(bus) as job:
         await bus.purge(subjects.TICKETS, subjects.tickets(JOB))
         await bus.publish(subjects.tickets(JOB), b"rubbish", headers={DRAW_HEADER: "1.0"})
@@ -258,7 +258,7 @@ async def test_a_ticket_that_nobody_can_read(bus: Bus) -> None:
 
 
 def group(draw: Draw, *, nbytes: int = 0) -> Group:
-    """Four completions of one token, and a note of that size."""
+    """Return a group of four completions of one token, with a note of ``nbytes`` in its metadata."""
     ones = np.ones(4, np.int32)
     return Group(
         job=JOB, draw=draw, attempt="a", epoch=1, prompt_ids=ones, token_ids=ones,
@@ -269,7 +269,7 @@ def group(draw: Draw, *, nbytes: int = 0) -> Group:
 
 
 @pytest.mark.long
-async def test_a_raw_group_that_nobody_scores(bus: Bus) -> None:
+async def test_a_raw_group_that_nobody_scores_becomes_a_dead_letter(bus: Bus) -> None:
     async with led(bus) as job:
         data, header = encode_group(group(Draw(1), nbytes=3 << 20))
         await bus.publish_whole([Outgoing(subjects.raw(JOB), data, group_headers(header))])
@@ -280,13 +280,13 @@ async def test_a_raw_group_that_nobody_scores(bus: Bus) -> None:
 
         await job.scan_until(buried)
         assert await job.dropped() == {Draw(1): "dead_letter"}
-        letters = await job.dead()
-        assert letters[0].headers["Penstock-Reason"] == "max deliveries"
-        assert b"".join(letter.data for letter in letters) == data, "all of its parts are kept"
+        dead_letters = await job.dead()
+        assert dead_letters[0].headers["Penstock-Reason"] == "max deliveries"
+        assert b"".join(dead_letter.data for dead_letter in dead_letters) == data, "all of its parts are kept"
 
 
-async def test_groups_that_cannot_be_read_or_trained(bus: Bus) -> None:
-    """A header that is none, and a batch with a group that the trainer refuses: kept before they are deleted."""
+async def test_undecodable_and_refused_groups_become_dead_letters(bus: Bus) -> None:
+    """An undecodable group, and a group that the trainer refuses, are copied to DEAD before they are deleted."""
     async with led(bus) as job:
         unreadable = await bus.publish(subjects.experience(JOB), b"x", headers={"Penstock-Group": "[1"})
         torn, good = (encode_group(group(draw, nbytes=n)) for draw, n in ((Draw(0), 3 << 20), (Draw(1), 0)))
@@ -299,15 +299,15 @@ async def test_groups_that_cannot_be_read_or_trained(bus: Bus) -> None:
         first, *second = await job.dead()
         assert first.headers["Penstock-Sequence"] == str(unreadable)
         assert first.headers["Penstock-Reason"].startswith("undecodable: Penstock-Group header does not decode")
-        assert {letter.headers["Penstock-Reason"] for letter in second} == {"refused: it is torn"}
-        assert b"".join(letter.data for letter in second) == torn[0], "all of its parts are kept"
+        assert {dead_letter.headers["Penstock-Reason"] for dead_letter in second} == {"refused: it is torn"}
+        assert b"".join(dead_letter.data for dead_letter in second) == torn[0], "all of its parts are kept"
         assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 1, "the other group stays"
         assert Draw(0, 1) in await job.waiting()
 
 
 @pytest.mark.long
-async def test_a_raw_group_whose_parts_are_not_its_own(bus: Bus) -> None:
-    """A header that claims more messages than the group has: those of others stay where they are."""
+async def test_a_header_with_too_many_parts_deletes_no_other_messages(bus: Bus) -> None:
+    """The header claims more messages than the group has; the messages of another job in that range stay."""
     async with led(bus) as job:
         data, header = encode_group(group(Draw(1)))
         liar = group_headers(header) | {"Penstock-Parts": "3"}
@@ -326,7 +326,7 @@ async def test_a_raw_group_whose_parts_are_not_its_own(bus: Bus) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("parts", ["none", None])
-async def test_a_malformed_raw_group_is_buried_like_any_other(bus: Bus, parts: str | None) -> None:
+async def test_a_malformed_raw_group_becomes_a_dead_letter(bus: Bus, parts: str | None) -> None:
     async with led(bus) as job:
         tree = {"schema": SCHEMA, "kind": "Group", "draw": [1, 0], "experts": [1]}
         data, header = b"".join(encode_frame(tree)), encode_group(group(Draw(1)))[1]
@@ -342,7 +342,7 @@ async def test_a_malformed_raw_group_is_buried_like_any_other(bus: Bus, parts: s
         assert await job.dropped() == {Draw(1): "dead_letter"}
 
 
-async def test_a_fenced_trainer_has_no_say(bus: Bus) -> None:
+async def test_reports_of_a_fenced_trainer_are_refused(bus: Bus) -> None:
     async with led(bus) as job:
         await job.report(Report(kind="forked", epoch=3, batch=1, version=5, digest="w5", reason="elsewhere"))
         for kind in ("failed", "halted"):
@@ -356,8 +356,8 @@ async def test_a_fenced_trainer_has_no_say(bus: Bus) -> None:
         )
 
 
-async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
-    """The redraw and the end of all draws are one decision: no ticket follows from it."""
+async def test_a_batch_refused_while_the_job_fails_leaves_no_open_draw(bus: Bus) -> None:
+    """One decision redraws the refused draw and ends all draws, so no new ticket follows."""
     async with led(bus) as job:
         for draw in (Draw(0), Draw(1)):
             data, header = encode_group(group(draw))
@@ -366,7 +366,7 @@ async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
             while not job.runner.run.state.sealed:
                 await asyncio.sleep(0.02)
 
-        async def both() -> Ack:  # nothing is decided between the two
+        async def both() -> Ack:  # the leader decides nothing between the two
             job.runner.run.failure = JobFailure(code="timeout", message="elsewhere")
             refused = Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn")
             return await job.runner._take_report(refused)
@@ -376,8 +376,8 @@ async def test_a_batch_refused_while_the_job_fails(bus: Bus) -> None:
         assert not job.runner.run.state.open
 
 
-async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) -> None:
-    async with led(bus, max_lag=1, max_updates=1) as job:  # room for more draws than the last batch needs
+async def test_a_dead_letter_is_shown_replayed_once_and_dropped(bus: Bus) -> None:
+    async with led(bus, max_lag=1, max_updates=1) as job:  # there is room for more draws than the last batch needs
         await job.use_up(subjects.TICKETS, 2)
 
         async def both() -> bool:
@@ -402,15 +402,15 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
         assert again in await job.waiting()
         assert job.runner.run.state.balanced()
         assert job.runner.run.replay_dead_letter(first["id"], Draw(0), 0.0) == [], (
-            "after a crash before the letter went"
+            "it was replayed already, even if a crash left the dead letter"
         )
         assert [row["id"] for row in await box.page(JOB, after=0, limit=10)] == [second["id"]]
-        unaware = asked.model_copy(update={"id": "op_0"})  # it crashed before it told that the letter was replayed
+        unaware = asked.model_copy(update={"id": "op_0"})  # a leader crashed before it reported the replay
         job.runner.update_record(await store.begin_operation(JOB, unaware))
         async with asyncio.timeout(30):
-            while (told := (await store.get(JOB)).operations[1]).state == "pending":
+            while (repeated := (await store.get(JOB)).operations[1]).state == "pending":
                 await asyncio.sleep(0.02)
-        assert told.state == "succeeded", told.message
+        assert repeated.state == "succeeded", repeated.message
 
         await box.drop(JOB, second["id"])
         assert await box.page(JOB, after=0, limit=10) == []
@@ -423,17 +423,17 @@ async def test_a_dead_letter_is_looked_into_replayed_once_and_dropped(bus: Bus) 
         assert (failed.state, failed.message) == ("failed", f"job '{JOB}' has no dead letter {second['id']}")
 
 
-async def test_two_letters_of_one_draw_are_two_draws_that_wait_for_room(bus: Bus) -> None:
+async def test_two_dead_letters_of_one_draw_become_two_draws_that_wait_for_room(bus: Bus) -> None:
     async with led(bus) as job:
         run, store = job.runner.run, JobStore(bus)
         for seq in (1, 2):  # a ticket that was delivered twice, say
             await bus.publish(subjects.dead(JOB), b"", headers=DEAD_TICKET | {"Penstock-Sequence": str(seq)})
-        letters = [row["id"] for row in await DeadLetterQueue(bus).page(JOB, after=0, limit=9)]
-        for id in letters:
+        dead_letters = [row["id"] for row in await DeadLetterQueue(bus).page(JOB, after=0, limit=9)]
+        for id in dead_letters:
             asked = Operation(id=f"op_{id}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": id})
             job.runner.update_record(await store.begin_operation(JOB, asked))
         async with asyncio.timeout(30):
-            while job.runner.run.replays < len(letters):
+            while job.runner.run.replays < len(dead_letters):
                 await asyncio.sleep(0.02)
         assert len(run.state.open) == run.config.max_draws
         for draw in (Draw(0), Draw(1)):
@@ -446,5 +446,5 @@ async def test_two_letters_of_one_draw_are_two_draws_that_wait_for_room(bus: Bus
         async with asyncio.timeout(30):
             while any(one.state == "pending" for one in (await store.get(JOB)).operations):
                 await asyncio.sleep(0.02)
-        assert {Draw(0, id * REPLAYED) for id in letters} == set(run.state.open)
+        assert {Draw(0, id * REPLAYED) for id in dead_letters} == set(run.state.open)
         assert run.state.balanced()

@@ -24,7 +24,7 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 30, total=1 << 40))
     for name in ("NATS_URL", "EXPERIENCE_BYTES", "STREAM_BYTES"):
         monkeypatch.delenv(f"PENSTOCK_{name}", raising=False)
-    with socket.socket() as taken:  # and nothing listens
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         environment = {

@@ -1,4 +1,4 @@
-"""Simulators and env workers that die, hang or go: what becomes of the episodes in their lanes."""
+"""Episodes whose simulators or env workers die, hang or leave."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONG = {"options": {"max_episode_steps": 1_000_000}, "bytes_per_step": 128}
 
 
 def children() -> list[psutil.Process]:
-    """Processes of simulators that this one, or one that it started, has."""
+    """Return the simulator processes below this process."""
     found = psutil.Process().children(recursive=True)
     return [child for child in found if any(word.endswith("simulators/child.py") for word in child.cmdline())]
 
@@ -38,7 +38,7 @@ def children() -> list[psutil.Process]:
     ("action", "reason"),
     [(RAISE, "the arm left the table"), (NOT_A_NUMBER, "observation 'steps' is not finite"), (DIE, "SIGKILL")],
 )
-async def test_a_group_without_any_episode_says_why(
+async def test_a_group_without_any_episode_names_the_reason(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: int, reason: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", FOLDER)
@@ -57,10 +57,10 @@ async def test_a_group_without_any_episode_says_why(
 
 @pytest.mark.parametrize(("sign", "reason"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "hung for 2 s")])
 @pytest.mark.long
-async def test_the_episodes_of_a_broken_process_have_failed_alone(
+async def test_only_the_episodes_of_a_broken_process_fail(
     bus: Bus, tmp_path: Path, sign: signal.Signals, reason: str
 ) -> None:
-    """One session in two processes; the one of lanes 0 and 1 breaks in mid-episode. The next group finds it whole."""
+    """One session has two processes; that of lanes 0 and 1 breaks during episodes. The next group succeeds."""
     config = job(
         "Pendulum-v1", horizon=300, group=4, num_envs=4, sessions=1, num_processes=2, step_limit_s=2.0, **LONG
     )  # fmt: skip
@@ -81,7 +81,7 @@ async def test_the_episodes_of_a_broken_process_have_failed_alone(
 
 @asynccontextmanager
 async def env_process(nats_server: NatsServer) -> AsyncIterator[asyncio.subprocess.Process]:
-    """An env service in a process of its own."""
+    """An env service in its own process."""
     env = {**os.environ, "PENSTOCK_NATS_URL": nats_server.url}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "penstock.services.env", env=env)
     try:
@@ -96,7 +96,7 @@ async def env_process(nats_server: NatsServer) -> AsyncIterator[asyncio.subproce
 async def test_episodes_of_an_env_worker_that_is_killed_are_lost(
     bus: Bus, nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sessions are opened again on the next env worker, and until there is one the worker says what it lacks."""
+    """The worker opens its sessions again on the next env worker, and reports until then that it waits for one."""
     monkeypatch.setattr(env_client, "GONE_S", 0.5)
     config = job("Pendulum-v1", horizon=400, **LONG)
     async with worker_of(bus, tmp_path, config) as worker:
@@ -118,7 +118,7 @@ async def test_episodes_of_an_env_worker_that_is_killed_are_lost(
 
 @pytest.mark.long
 async def test_an_idle_worker_keeps_its_sessions(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that waits for tickets is not dead; the lease of one that is gone ends its session."""
+    """A client that waits for tickets keeps its sessions; the session of a client that died ends with its lease."""
     keep, kept = EnvClient.keep, Counter[str]()
 
     async def counted(self: EnvClient) -> None:
@@ -139,4 +139,4 @@ async def test_an_idle_worker_keeps_its_sessions(bus: Bus, tmp_path: Path, monke
 
 
 async def never(_: Any) -> None:
-    """The worker was killed."""
+    """Leave the session open, as a killed worker does."""

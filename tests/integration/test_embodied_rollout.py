@@ -27,7 +27,7 @@ from tests.integration.embodied_worker import JOB, NOWHERE, env_service, job, sp
 
 ZERO = np.zeros(1, np.int32)
 LONG = {"options": {"max_episode_steps": 1_000_000}, "bytes_per_step": 128}
-"""Pendulum without an end of its own."""
+"""Settings for Pendulum episodes that only the horizon ends."""
 CASES = {
     "discrete": job("CartPole-v1", horizon=30, policy="categorical"),
     "chunks": job("Pendulum-v1", horizon=20, action_chunk=3),
@@ -49,7 +49,7 @@ SLOW_CASES = {"pictures of more than a message", "metaworld", "metaworld, chunks
 
 
 def always(action: int) -> Any:
-    """Makes a categorical policy choose one action."""
+    """Return a function that makes a categorical policy always choose one action."""
 
     def prepare(policy: EpisodePolicy) -> None:
         with torch.no_grad():
@@ -62,7 +62,7 @@ def always(action: int) -> Any:
 
 
 def replay_all(config: EmbodiedJob, groups: list[EpisodeGroup]) -> None:
-    """Play each episode in a plain loop, one after another."""
+    """Replay each episode in a plain loop, one after another, and compare it with the recorded one."""
     simulator = open_simulator(config.environment.opening(1), NOWHERE)
     for group in groups:
         for member in range(group.num_trajectories):
@@ -71,16 +71,16 @@ def replay_all(config: EmbodiedJob, groups: list[EpisodeGroup]) -> None:
 
 
 def replay(config: EmbodiedJob, simulator: Simulator, group: EpisodeGroup, member: int) -> None:
-    """Play one episode of a group in a plain loop, and compare every column."""
+    """Replay one episode of a group in a plain loop, and compare every column."""
     sim, C = config.environment, config.environment.action_chunk
     policy = build_policy(config.policy, simulator.spec, action_chunk=C, seed=config.seed)
     key = derive_seed(config.seed, "episode", group.draw.ordinal, group.draw.n, member)
     generator = np.random.Generator(np.random.Philox(key=key))
     begun = simulator.reset(ZERO, np.asarray([sim.reset_id(group.draw.ordinal)]))
     assert begun.state_hashes[0] == group.state_hashes[member]
-    seen, steps, total, over = copied(begun.observations), 0, 0.0, False
+    seen, steps, total, has_ended = copied(begun.observations), 0, 0.0, False
     for t in range(int(group.cu_seqlens[member]), int(group.cu_seqlens[member + 1])):
-        assert not over, "nothing follows the end of an episode"
+        assert not has_ended, "nothing follows the end of an episode"
         assert all(np.array_equal(group.observations[name][t], column[0]) for name, column in seen.items())
         tensors = {name: torch.from_numpy(column) for name, column in seen.items()}
         noise = noise_block(generator, policy)
@@ -104,15 +104,15 @@ def replay(config: EmbodiedJob, simulator: Simulator, group: EpisodeGroup, membe
         assert group.terminated[t].tolist() == terminated + [False] * (C - left)
         assert group.truncated[t].tolist() == truncated + [False] * (C - left)
         total += float(chunk.rewards.sum(dtype=np.float64))
-        seen, over = copied(chunk.observations), any(terminated + truncated)
-    assert over, "the episode was cut short"
+        seen, has_ended = copied(chunk.observations), any(terminated + truncated)
+    assert has_ended, "the episode was cut short"
     assert group.final_observations.keys() == seen.keys()
     assert all(np.array_equal(group.final_observations[name][member], column[0]) for name, column in seen.items())
     assert group.returns[member] == pytest.approx(total, rel=1e-6)
 
 
 def copied(observations: Named) -> Named:
-    """They are valid until the next call."""
+    """Copy observations, which the simulator overwrites at the next call."""
     return {name: column.copy() for name, column in observations.items()}
 
 
@@ -129,7 +129,7 @@ def normal(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np
     "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW_CASES else name for name in CASES]
 )
 async def test_episodes_equal_those_of_a_plain_loop(bus: Bus, tmp_path: Path, name: str) -> None:
-    """More episodes than lanes: they take their turns, and neither batching nor place shows in them."""
+    """There are more episodes than lanes; neither batching nor the choice of the lane changes an episode."""
     config = CASES[name]
     async with env_service(bus, tmp_path), worker_of(bus, tmp_path, config) as worker:
         for ordinal in range(3):
@@ -140,7 +140,7 @@ async def test_episodes_equal_those_of_a_plain_loop(bus: Bus, tmp_path: Path, na
     for group in groups:
         assert group.num_trajectories == config.algorithm.group_size
         assert not group.failed.any()
-        assert len(set(group.state_hashes.tolist())) == 1, "all begin alike"
+        assert len(set(group.state_hashes.tolist())) == 1, "all begin in the same state"
         assert {row[1] for row in group.spans.tolist()} == {1}
         assert set(group.weights) == {short_digest(worker.digests[1])}
         assert (group.reset_id, group.objective) == (group.draw.ordinal, "policy")
@@ -149,7 +149,7 @@ async def test_episodes_equal_those_of_a_plain_loop(bus: Bus, tmp_path: Path, na
 
 
 @pytest.mark.long
-async def test_another_draw_of_a_place_has_other_noise(bus: Bus, tmp_path: Path) -> None:
+async def test_a_redraw_has_other_noise(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=4)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
         await worker.ask(3)
@@ -157,14 +157,14 @@ async def test_another_draw_of_a_place_has_other_noise(bus: Bus, tmp_path: Path)
         first, again = await worker.groups(2)
     assert np.array_equal(first.observations["state"][0], again.observations["state"][0])
     assert not np.array_equal(first.actions, again.actions)
-    assert not np.array_equal(first.actions[:4], first.actions[4:]), "members of a group have their own"
+    assert not np.array_equal(first.actions[:4], first.actions[4:]), "each member of a group has its own noise"
 
 
 @pytest.mark.long
-async def test_the_horizon_cuts_off_and_success_is_told(
+async def test_the_horizon_truncates_and_success_is_recorded(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The task is solved at the third of four steps: once, and not at the end. A horizon of three ends it solved."""
+    """The task is solved at step 3. With horizon 9 an episode ends unsolved at step 4; with 3 it ends solved."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     whole, cut = (
         job("simulated_envs:Fragile-v0", horizon=horizon, policy="categorical", action_chunk=3, observations=["steps"])
@@ -187,10 +187,10 @@ async def test_the_horizon_cuts_off_and_success_is_told(
 
 
 @pytest.mark.long
-async def test_episodes_that_do_not_begin_alike_are_no_group(
+async def test_episodes_with_different_initial_states_are_no_group(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their returns could not be compared: the draw has failed, with the reason, and is counted."""
+    """The returns of such episodes are not comparable: the draw fails with the reason, and is counted."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     config = job("simulated_envs:Restless-v0", horizon=4)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
@@ -204,7 +204,7 @@ async def test_episodes_that_do_not_begin_alike_are_no_group(
 
 @pytest.mark.long
 async def test_a_version_in_mid_episode_begins_another_span(bus: Bus, tmp_path: Path) -> None:
-    """Parameters and statistics change together; each decision is labelled with what it came from."""
+    """Parameters and observation statistics change together; each decision names the version that made it."""
     config = job("Pendulum-v1", horizon=400, **LONG)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
         await worker.ask(0)
@@ -233,7 +233,7 @@ async def test_a_version_in_mid_episode_begins_another_span(bus: Bus, tmp_path: 
             np.testing.assert_allclose(group.logprobs[start:end], own, rtol=0, atol=2e-5)
 
 
-async def test_a_worker_that_is_behind_waits_and_says_so(bus: Bus, tmp_path: Path) -> None:
+async def test_a_worker_with_an_old_version_waits_and_reports_it(bus: Bus, tmp_path: Path) -> None:
     async with env_service(bus), worker_of(bus, tmp_path, job("Pendulum-v1", horizon=4)) as worker:
         await worker.ask(0, oldest=3)
         await until(lambda: worker.session.status().get("waiting_for") == "policy version 3 (serving 1)")
@@ -251,7 +251,7 @@ async def test_held_out_episodes_take_the_mean_at_an_exact_version(
     bus: Bus, tmp_path: Path, *, elsewhere: bool
 ) -> None:
     config = job("CartPole-v1", horizon=25, policy="categorical")
-    if elsewhere:  # where it trains a step pays nothing and a fall costs 1
+    if elsewhere:  # in training, a step pays nothing and a fall costs 1
         other = {"environment": {"task": "CartPole-v1", "horizon": 25, "num_envs": 1}}
         paid = config.environment.model_dump() | {"options": {"sutton_barto_reward": True}}
         config = EmbodiedJob.parse(config.model_dump() | {"environment": paid, "evaluation": other})
@@ -266,7 +266,7 @@ async def test_held_out_episodes_take_the_mean_at_an_exact_version(
         await until(lambda: worker.session.status()["version"] == 4)
         await worker.ask(2, version=2)
         await until(worker_is_done, worker)
-        assert len(worker.results) == 2, "a version that was left behind is not measured"
+        assert len(worker.results) == 2, "an outdated version is not measured"
     policy = build_policy(config.policy, await asyncio.to_thread(spec_of, config), action_chunk=1, seed=config.seed)
     for result in worker.results:
         total = await asyncio.to_thread(greedy_return, config, policy, 1_000_000 + result.ordinal)
@@ -294,7 +294,7 @@ def greedy_return(config: EmbodiedJob, policy: EpisodePolicy, reset_id: int) -> 
 
 
 @pytest.mark.long
-async def test_a_held_out_episode_overtaken_in_its_middle_is_over(bus: Bus, tmp_path: Path) -> None:
+async def test_a_new_version_ends_a_running_held_out_episode(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=20_000, **LONG)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
         await worker.ask(0, version=1)
@@ -309,7 +309,7 @@ async def test_a_held_out_episode_overtaken_in_its_middle_is_over(bus: Bus, tmp_
 async def test_one_session_steps_while_the_policy_decides_for_the_other(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted, not timed: decisions that were made while a step was on its way, and steps while another one was."""
+    """Counts the decisions during a step instead of measuring time."""
     stepping, beside = 0, 0
     step, decide = EnvClient.step, PolicyEngine.decide
 
@@ -337,14 +337,14 @@ async def test_one_session_steps_while_the_policy_decides_for_the_other(
 
 
 @pytest.mark.long
-async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: Path) -> None:
+async def test_a_second_ticket_of_a_running_draw_ends_with_the_first(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=400, **LONG)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
         await worker.ask(0)
         await until(lambda: worker.session.status()["decisions"] > 10)
         await worker.ask(0)
         await until(tickets_are, worker, 1)
-        assert await worker.headers() == [], "the first one is still in hand"
+        assert await worker.headers() == [], "the first ticket is still in progress"
         await worker.groups(1)
         await until(tickets_are, worker, 0)
 

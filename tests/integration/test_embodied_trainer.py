@@ -1,4 +1,4 @@
-"""A trainer of an embodied job against a ledger: trained, taken up after a restart, and replayed, digest for digest."""
+"""A trainer of an embodied job against a ledger: training, restart and replay give the same digests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SPECS = {
 
 @dataclass
 class Leader:
-    """Seals batches of recorded groups, writes what the trainer reports into the ledger, and says where to start."""
+    """Coordinator that seals batches of recorded groups, records reports in the ledger, and answers where to start."""
 
     bus: Bus
     config: EmbodiedJob
@@ -62,7 +62,7 @@ class Leader:
     forks: int = 0
 
     async def begin(self) -> None:
-        """The record of the job and the first event of its ledger."""
+        """Store the record of the job and the first event of its ledger."""
         spec = self.config.model_dump(mode="json")
         record = JobRecord(id=JOB, name="reach", created_at=datetime.now(UTC), spec=spec)
         await self.bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
@@ -70,7 +70,7 @@ class Leader:
         await self._write(JobStarted(**self._stamp, config_digest="", environment=self.environment))
 
     async def seal(self, number: int) -> None:
-        """Batch ``number``, of two groups of the version before it."""
+        """Seal batch ``number`` from two groups of the version before it."""
         policy = build_policy(self.config.policy, SPECS[self.config.policy.type], action_chunk=CHUNK, seed=0)
         objective = "replay" if self.config.algorithm.type == "sac" else "policy"
         groups = []
@@ -83,13 +83,13 @@ class Leader:
             seq = await self.bus.publish(subjects.experience(JOB), data)
             sealed = SealedGroup(group.draw, "a", seq, header.digest, number - 1, number - 1, header.rewards, 8, "w")
             groups.append(msgspec.structs.replace(sealed, objective=objective))
-        facts: dict[str, Any] = {"number": number, "revision": 1, "start_version": number - 1, "groups": groups}
-        await self._write(BatchSealed(**self._stamp, **facts, update_index=number - 1))
-        manifest = BatchManifest(**facts, update_index=number - 1)
+        fields: dict[str, Any] = {"number": number, "revision": 1, "start_version": number - 1, "groups": groups}
+        await self._write(BatchSealed(**self._stamp, **fields, update_index=number - 1))
+        manifest = BatchManifest(**fields, update_index=number - 1)
         await self.bus.publish(subjects.batches(JOB), pack(manifest, job=JOB, id=f"{number}.1", epoch=1))
 
     async def answer(self, data: bytes) -> bytes:
-        """A report of the trainer."""
+        """Record and acknowledge a report of the trainer."""
         report, _ = unpack(data, Report)
         start: dict[str, Any] = {}
         match report.kind:
@@ -162,7 +162,7 @@ def damage(file: Path) -> None:
 async def test_restarts_and_replays_give_the_digests_of_the_ledger(
     bus: Bus, tmp_path: Path, config: EmbodiedJob
 ) -> None:
-    """A checkpoint after batch 2, a new trainer after batch 3, and everything once more from the first checkpoint."""
+    """A checkpoint follows batch 2, and a new trainer batch 3; a replay then starts from the first checkpoint."""
     settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path)
     leader = Leader(bus, config)
     await leader.begin()
@@ -172,7 +172,7 @@ async def test_restarts_and_replays_give_the_digests_of_the_ledger(
         await until_trained(leader, 2)
         command = pack(Command(kind="checkpoint", epoch=1, args={"reason": "interval"}), job=JOB, epoch=1)
         while [checkpoint.number for checkpoint in leader.checkpoints] != [0, 2]:
-            await bus.request(subjects.command(JOB), command, deadline_s=30)  # not heard while another one is written
+            await bus.request(subjects.command(JOB), command, deadline_s=30)  # ignored while one is being written
             await asyncio.sleep(0.05)
         await leader.seal(3)
         await until_trained(leader, 3)

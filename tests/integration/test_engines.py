@@ -1,4 +1,4 @@
-"""``penstock engines``: interpreters of engines are found, and named where they are missing or not complete."""
+"""``penstock engines``: interpreters of engines are found, and named if they are missing or incomplete."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def test_an_interpreter_of_the_user_must_be_there(tmp_path: Path) -> None:
 
 
 def test_engines_of_one_library_have_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of ``vllm`` run in it; those of ``vllm_server`` are told where it is."""
+    """Workers of ``vllm`` run in the environment; workers of ``vllm_server`` get the path of its interpreter."""
     monkeypatch.setenv("PENSTOCK_ENGINES_DIR", str(tmp_path))
     monkeypatch.setenv("PENSTOCK_VLLM_PYTHON", "")
-    told: list[str] = []
+    installed: list[str] = []
 
     def install(name: str, engines_dir: Path, **_: Any) -> Path:
-        told.append(f"{engines_dir}/{name}")
+        installed.append(f"{engines_dir}/{name}")
         return Path(sys.executable)
 
     monkeypatch.setattr(command, "install_engine", install)
@@ -65,28 +65,28 @@ def test_engines_of_one_library_have_one_environment(tmp_path: Path, monkeypatch
     assert pythons_of("vllm_server") == {}
     assert os.environ["PENSTOCK_VLLM_PYTHON"] == sys.executable
     assert CliRunner().invoke(app, ["engines", "install", "vllm_server"]).exit_code == 0
-    assert told == [f"{tmp_path}/vllm"] * 3
+    assert installed == [f"{tmp_path}/vllm"] * 3
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_installation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps of pip, the second of which cannot work: the next call does not repeat the first."""
+    """The second of two pip steps fails at first; the next call does not repeat the first step."""
     pins = tmp_path / "pins"
     pins.mkdir()
     (pins / "vllm.txt").write_text(f"# wheels\n{wheel(tmp_path, 'first')}\n{tmp_path}/second-1.0-py3-none-any.whl\n")
     monkeypatch.setattr(engines, "LOCKS", pins)
-    told: list[str] = []
+    messages: list[str] = []
     with pytest.raises(Unavailable, match=r"step 2 of 2.* goes on from here"):
-        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=told.append)
-    assert any("step 1 of 2" in line for line in told)
+        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=messages.append)
+    assert any("step 1 of 2" in line for line in messages)
     with pytest.raises(ConfigError, match="was interrupted; run: penstock engines install vllm"):
         engine_python("vllm", tmp_path)
     wheel(tmp_path, "second")
-    told.clear()
-    with pytest.raises(Unavailable, match="No module named"):  # two small wheels are no vLLM
-        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=told.append)
-    assert [line for line in told if line.startswith("step")] == [
+    messages.clear()
+    with pytest.raises(Unavailable, match="No module named"):  # two small wheels do not make vLLM
+        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=messages.append)
+    assert [line for line in messages if line.startswith("step")] == [
         f"step 2 of 2: {tmp_path}/second-1.0-py3-none-any.whl ..."
     ]
     python = tmp_path / "vllm" / "bin" / "python"
@@ -97,7 +97,7 @@ def test_an_installation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatc
 
 
 def wheel(folder: Path, name: str) -> Path:
-    """A package with one empty module."""
+    """Build a wheel with one empty module, and return its path."""
     path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{name}.py", "")
@@ -115,6 +115,6 @@ def test_a_complete_engine_works_and_is_left_as_it_is(python_with: Callable[[str
     python = python_with("vllm")
     folder = python.parents[2]
     assert engine_problem("vllm", folder) == ""
-    told: list[str] = []
-    assert install_engine("vllm", folder, base=Path(sys.executable), tell=told.append) == python
-    assert told == []
+    messages: list[str] = []
+    assert install_engine("vllm", folder, base=Path(sys.executable), tell=messages.append) == python
+    assert messages == []

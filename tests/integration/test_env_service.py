@@ -1,4 +1,4 @@
-"""The env service over a real bus: whole CartPole episodes, repeated requests, idle sessions, the real process."""
+"""The env service on a real bus: whole CartPole episodes, repeated requests, idle sessions, a real process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def open_session(bus: Bus, within_s: float = 10.0, **request: object) -> E
 
 
 class Client:
-    """Sends the requests of one session in order."""
+    """Client that sends the requests of one session in order."""
 
     def __init__(self, bus: Bus, opened: EnvOpened) -> None:
         self.bus, self.subject, self.seq = bus, subjects.env(opened.session), 0
@@ -104,7 +104,7 @@ class Client:
 
 
 async def test_episodes_over_the_bus_equal_episodes_in_place(bus: Bus) -> None:
-    """A simple controller balances two poles; each observation is what Gymnasium gives for the same seed."""
+    """A simple controller balances two poles; each observation equals that of Gymnasium with the same seed."""
     async with run_env(bus) as service:
         opened = await open_session(bus)
         assert (opened.spec.observations["state"].shape, opened.spec.num_actions) == ((4,), 2)
@@ -193,7 +193,7 @@ async def test_idle_session_is_closed(bus: Bus) -> None:
 
 
 async def test_process_registers_serves_and_drains(bus: Bus, nats_server: NatsServer, tmp_path: Path) -> None:
-    """Its log is where the API looks for it, as it is for a service in a container with a shared volume."""
+    """Also checks that the log of the process is in the folder from which the API reads it."""
     beats: asyncio.Queue[Heartbeat] = asyncio.Queue(1000)
     await bus.subscribe(subjects.HEARTBEATS, lambda _, data: beats.put_nowait(unpack(data, Heartbeat)[0]))
     env = {**os.environ, "PENSTOCK_NATS_URL": nats_server.url, "PENSTOCK_HEARTBEAT_S": "0.1"}
@@ -218,14 +218,12 @@ async def test_process_registers_serves_and_drains(bus: Bus, nats_server: NatsSe
 
 
 async def beaten(beats: asyncio.Queue[Heartbeat], *, steps: int) -> bool:
-    """A heartbeat of a ready env process that executed ``steps`` came."""
+    """Return True if a heartbeat of a ready env process that executed ``steps`` steps has arrived."""
     seen = [beats.get_nowait() for _ in range(beats.qsize())]
     return any(b.service == "env" and b.ready and b.jobs.get(JOB, {}).get("steps") == steps for b in seen)
 
 
-async def test_environments_that_take_long_to_make_are_made_once(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_slow_environments_are_created_once(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env_client, "ATTEMPT_S", 0.1)
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     made = tmp_path / "made"
@@ -271,8 +269,8 @@ async def ready(service: EnvService) -> bool:
 
 
 @pytest.mark.long
-async def test_a_client_that_is_still_there_keeps_its_session(bus: Bus, tmp_path: Path) -> None:
-    """The request does not count: the next one has the number that it would have had."""
+async def test_keepalives_of_a_client_extend_its_session(bus: Bus, tmp_path: Path) -> None:
+    """A keepalive does not advance the sequence number of requests."""
     async with run_env(bus) as service:
         await eventually(lambda: ready(service))
         with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
@@ -287,10 +285,10 @@ async def test_a_client_that_is_still_there_keeps_its_session(bus: Bus, tmp_path
             await eventually(lambda: forgotten(service))
 
 
-async def test_a_session_that_nobody_serves_is_gone_soon(
+async def test_a_client_soon_notices_that_nobody_serves_its_session(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long before the deadline of a step, which a simulator may use up."""
+    """The client notices long before the deadline of a step, which a slow simulator may need."""
     monkeypatch.setattr(env_client, "GONE_S", 0.3)
     with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
         async with run_env(bus):
@@ -308,7 +306,7 @@ async def test_a_session_that_nobody_serves_is_gone_soon(
 async def test_requests_of_the_same_host_do_not_pass_through_the_bus(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until the socket fails: then the request is repeated by the bus, and not executed again."""
+    """When the socket fails, the client repeats the request over the bus; the service does not execute it again."""
     async with run_env(bus) as service:
         await eventually(lambda: ready(service))
         with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
@@ -332,7 +330,7 @@ async def test_requests_of_the_same_host_do_not_pass_through_the_bus(
             assert direct is not None
 
             async def lost() -> bytes:
-                """The request was executed, and its reply does not arrive."""
+                """Execute the request, and lose its reply."""
                 reply = await message()
                 direct.close()
                 return reply
@@ -365,10 +363,10 @@ async def test_requests_that_no_socket_takes_go_by_the_bus(
             await client.close()
 
 
-async def test_observations_of_the_same_host_are_read_where_they_are_written(
+async def test_observations_on_the_same_host_are_read_from_shared_memory(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They equal those of a client that gets them in its replies: all rows and some, of two processes, both killed."""
+    """The observations equal those that another client gets in replies: for all rows and for some, also after kills."""
     monkeypatch.setattr(session, "INLINE_BYTES", 0)
     elsewhere = ServiceSettings(shm_dir=tmp_path, host_id="elsewhere")
     async with run_env(bus) as service:
@@ -415,10 +413,10 @@ async def test_observations_of_the_same_host_are_read_where_they_are_written(
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrong", [{"inode": 1}, {"size": 1}, {"descriptor": 1 << 20}])
-async def test_memory_that_is_another_one_is_not_read(
+async def test_shared_memory_of_another_process_is_not_read(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]
 ) -> None:
-    """In another container the number of the process may be that of another process."""
+    """In another container, the same process id may belong to another process."""
     monkeypatch.setattr(session, "INLINE_BYTES", 0)
     true = ProcessSimulator.memory.fget
     assert true is not None
@@ -434,11 +432,11 @@ async def test_memory_that_is_another_one_is_not_read(
 
 
 async def no_start(server: UnixServer) -> None:
-    """Serve no address that this process could reach."""
+    """Do not start the server, so that no socket is reachable."""
 
 
-async def test_a_reply_of_which_a_part_has_arrived_is_not_read_in_the_event_loop() -> None:
-    """Nor one whose sender has died: the loop would wait for the rest, and with it all other sessions."""
+async def test_a_partial_reply_is_not_read_in_the_event_loop() -> None:
+    """Nor is one whose sender died: the event loop would wait for the rest, and block all other sessions."""
     for cut in (1, 8, 50):
         ours, theirs = socket.socketpair()
         with ours, theirs:

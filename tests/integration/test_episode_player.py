@@ -1,4 +1,4 @@
-"""Episodes on a real engine: token ids, masks, log-probs and versions, turn by turn."""
+"""Episodes with tools on a real engine: token ids, masks, log-probs and versions of each turn."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, decode_group, encode_group
 
 SIZE = 96
-"""Episodes of a group: enough that some have three turns."""
+"""Number of episodes in a group, high enough that some have three turns."""
 
-# Of eight characters and four special tokens a random policy calls often, and ends often.
+# With eight characters and four special tokens, a random policy often calls a tool and often ends.
 JOB: dict[str, Any] = {
     "name": "agent",
     "seed": 3,
@@ -56,7 +56,7 @@ JOB: dict[str, Any] = {
 
 
 class Tools:
-    """Answers every call with a number, and remembers."""
+    """Tools that record every call, and answer it with a number."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -88,7 +88,7 @@ def job(*changes: str) -> JobConfig:
 
 
 class Player:
-    """Plays groups of one job."""
+    """Player of groups of one job."""
 
     def __init__(self, config: JobConfig, engine: Engine) -> None:
         self.config, self.engine, self.tokenizer = config, engine, build_tokenizer(config.model)
@@ -106,7 +106,7 @@ class Player:
         return decode_group(data)
 
     def turns(self, group: Group, index: int) -> list[tuple[bool, str]]:
-        """Runs of tokens of one trajectory: whether the policy chose them, and their text."""
+        """Split a trajectory into runs of tokens; return for each if the policy chose its tokens, and its text."""
         start, end = group.cu_seqlens[index], group.cu_seqlens[index + 1]
         mask, tokens = group.mask[start:end], group.token_ids[start:end]
         cuts = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
@@ -118,7 +118,7 @@ class Player:
 
 
 def runs_of_zeros(mask: Any) -> list[int]:
-    """Lengths of the observations of all trajectories: each ends with a token that the policy chose."""
+    """Return the lengths of all observations; a token that the policy chose follows each of them."""
     return [len(run) for run in "".join(map(str, mask.tolist())).split("1") if run]
 
 
@@ -148,10 +148,10 @@ async def test_turns_calls_and_observations(open_player: Any) -> None:
         runs = player.turns(group, index)
         lengths.add(len(runs))
         assert [chosen for chosen, _ in runs] == [i % 2 == 0 for i in range(len(runs))]
-        for (_, said), (_, told) in zip(runs[::2], runs[1::2], strict=False):
-            assert said.endswith("]"), "the turn ended with its call"
-            assert "[" in said
-            assert told in ("00;", "11;", "22;")
+        for (_, turn), (_, observation) in zip(runs[::2], runs[1::2], strict=False):
+            assert turn.endswith("]"), "the turn ended with its call"
+            assert "[" in turn
+            assert observation in ("00;", "11;", "22;")
             asked += 1
         chosen = group.mask[group.cu_seqlens[index] : group.cu_seqlens[index + 1]].sum()
         assert chosen <= 40, "of all turns together"
@@ -187,7 +187,7 @@ async def test_the_trainer_finds_the_log_probs_that_were_recorded(open_player: A
 
 
 async def test_an_episode_plays_again_the_same_way(open_player: Any) -> None:
-    """The seed of a turn follows from draw, completion and turn, whoever else is in the batch."""
+    """The seed of a turn depends on draw, completion and turn only, not on other requests in the batch."""
 
     async def answer(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         return ToolReply(status="ok", text=str(len(request.arguments["expression"])))
@@ -221,9 +221,9 @@ async def test_new_weights_between_two_turns_show_in_the_spans(open_player: Any)
         assert (np.diff(versions) >= 0).all()
         if len(runs) > 1:
             mixed += 1
-            told = int(np.flatnonzero(group.mask[group.cu_seqlens[index] :] == 0)[0])
+            first_observed = int(np.flatnonzero(group.mask[group.cu_seqlens[index] :] == 0)[0])
             assert versions[0] == 0
-            assert set(versions[told:]) == {1}, "what is read after the commit belongs to the version that reads it"
+            assert set(versions[first_observed:]) == {1}, "tokens read after the commit belong to the new version"
     assert mixed > 5
 
 
@@ -235,7 +235,7 @@ async def test_parallel_calls_run_at_once_and_are_answered_in_order(open_player:
 
     async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         place = int(name.rpartition("/")[2])
-        await asyncio.sleep(0.05 * (2 - place))  # the second one is answered first
+        await asyncio.sleep(0.05 * (2 - place))  # the second call is answered first
         answered.append(name)
         return ToolReply(status="ok", text=str(place))
 
@@ -243,13 +243,13 @@ async def test_parallel_calls_run_at_once_and_are_answered_in_order(open_player:
     seen = set()
     for index in range(SIZE):
         runs = player.turns(group, index)
-        for (_, said), (_, told) in zip(runs[::2], runs[1::2], strict=False):
-            number = len(find_calls(said, player.environment.calls, player.environment.tools))
+        for (_, turn), (_, observation) in zip(runs[::2], runs[1::2], strict=False):
+            number = len(find_calls(turn, player.environment.calls, player.environment.tools))
             seen.add(number)
             if number > max_calls:
-                assert told.startswith("<unk>"), "the alphabet lacks `error: ...`"
+                assert observation.startswith("<unk>"), "the alphabet lacks `error: ...`"
             else:
-                assert told.replace("<unk>", "?").startswith("0;1;2;"[: 2 * number])
+                assert observation.replace("<unk>", "?").startswith("0;1;2;"[: 2 * number])
     assert seen >= {1, 2}
     turns = {name.rpartition("/")[0] for name in answered}
     orders = [[name for name in answered if name.rpartition("/")[0] == turn] for turn in turns]
@@ -257,32 +257,32 @@ async def test_parallel_calls_run_at_once_and_are_answered_in_order(open_player:
 
 
 @pytest.mark.parametrize(("mode", "failed"), [("fail", True), ("observe", False)])
-async def test_a_tool_that_breaks(open_player: Any, mode: str, failed: bool) -> None:
+async def test_a_failed_tool_fails_the_trajectory_or_is_observed(open_player: Any, mode: str, failed: bool) -> None:
     player, tools = await open_player(f"environment.on_tool_failure={mode}"), Tools()
     tools.status = "failed"
     group = await player.play(tools)
     called = [len(player.turns(group, index)) > 1 for index in range(SIZE)]
     if failed:
-        assert 0 < group.failed.sum() < SIZE, "only those that called"
+        assert 0 < group.failed.sum() < SIZE, "only trajectories with a call"
         assert not any(called)
         assert group.meta["error"] in ("00", "11", "22")
         assert (group.finish[group.failed] == 2).all()
     else:
         assert not group.failed.any()
-        told = [text for index in range(SIZE) for chosen, text in player.turns(group, index) if not chosen]
-        assert told
-        assert all(text.startswith("<unk>") for text in told), "the alphabet lacks `error: ...`"
-        assert all(count <= 6 for count in runs_of_zeros(group.mask)), "it is cut to max_observation_tokens"
+        observations = [text for index in range(SIZE) for chosen, text in player.turns(group, index) if not chosen]
+        assert observations
+        assert all(text.startswith("<unk>") for text in observations), "the alphabet lacks `error: ...`"
+        assert all(count <= 6 for count in runs_of_zeros(group.mask)), "observations are cut to max_observation_tokens"
 
 
-async def test_a_state_that_is_gone_fails_its_trajectory_in_any_case(open_player: Any) -> None:
+async def test_a_lost_state_fails_its_trajectory_even_if_failures_are_observed(open_player: Any) -> None:
     player, tools = await open_player("environment.on_tool_failure=observe"), Tools()
 
     async def call(clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
         return ToolReply(status="failed", text=(await tools(clock, name, request)).text, gone=True)
 
     group = await player.play(call)
-    assert 0 < group.failed.sum() < SIZE, "only those that called"
+    assert 0 < group.failed.sum() < SIZE, "only trajectories with a call"
     assert not any(len(player.turns(group, index)) > 1 for index in range(SIZE))
 
 
@@ -350,7 +350,7 @@ async def test_nothing_outlives_a_group_that_fails(open_player: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_model_that_is_too_short_for_the_longest_episode(open_player: Any) -> None:
+async def test_a_model_too_short_for_the_longest_episode_is_refused(open_player: Any) -> None:
     player = await open_player()
     player.engine.max_length = 54
     with pytest.raises(ConfigError, match="of the policy \\+ 12 of observations exceed the 54"):
@@ -367,7 +367,7 @@ async def test_time_in_the_queue_of_the_engine_does_not_count(open_player: Any) 
     await player.engine.pause("keep")
     playing = asyncio.create_task(player.play(Tools()))
     done, _ = await asyncio.wait([playing], timeout=limit_s + 0.5)
-    assert not done, "nothing is over while the turns wait"
+    assert not done, "no turn ends while all of them wait"
     await player.engine.resume()
     assert not (await playing).failed.any()
 
@@ -378,7 +378,7 @@ SHOP = {"type": "method", "name": "calculator", "path": "shop:Shop", "descriptio
 
 
 class Holders:
-    """Env workers as episodes see them. After so many requests in all, one is lost, for each of ``deaths``."""
+    """Env workers that hold tool states; at each request number in ``deaths``, the asking episode loses its state."""
 
     def __init__(self, *deaths: int) -> None:
         self.deaths = list(deaths)
@@ -394,7 +394,7 @@ class Holders:
         if request.purpose == "end":
             self.ended.append(state.episode)
             return ToolReply(status="ok", text="")
-        assert state.number == self.counts.get(state.episode, 0), "requests of an episode come in order"
+        assert state.number == self.counts.get(state.episode, 0), "requests of an episode arrive in order"
         assert bool(state.holder) == bool(state.number)
         if self.deaths and len(self.requests) >= self.deaths[0]:
             self.deaths.pop(0)
@@ -414,11 +414,13 @@ async def test_state_belongs_to_an_episode(open_player: Any) -> None:
     group = await player.play(holders)
     assert not group.failed.any()
     calls = [r for r in holders.requests if r.purpose == "call"]
-    assert len({r.state.seed for r in calls if r.state}) == 1, "the episodes of a draw begin alike"
+    assert len({r.state.seed for r in calls if r.state}) == 1, "the episodes of a draw begin in the same state"
     assert all(bool(r.state.row) == (r.state.number == 0) for r in calls if r.state)
     for index in range(SIZE):
-        told = [text for chosen, text in player.turns(group, index) if not chosen]
-        assert told == [f"{i};" for i in range(len(told))], "each goes on from its own state"
+        observations = [text for chosen, text in player.turns(group, index) if not chosen]
+        assert observations == [f"{i};" for i in range(len(observations))], (
+            "each call continues from the state of its episode"
+        )
     assert sum(r.purpose == "reward" for r in holders.requests) == SIZE, "all are judged, with or without calls"
     assert group.meta["row"][JUDGEMENTS] == [0.5] * SIZE
     assert sorted(holders.ended) == sorted(holders.counts)
@@ -441,5 +443,5 @@ async def test_an_episode_whose_state_is_lost_is_begun_again_or_has_failed(open_
     again = {r.state.episode for r in holders.requests if r.state and r.state.episode.endswith("+1")}
     assert again == {f"{episode}+1" for episode in holders.lost}
     whole = await player.play(Holders())
-    assert group.token_ids.tolist() == whole.token_ids.tolist(), "from the same seed it goes the same way"
+    assert group.token_ids.tolist() == whole.token_ids.tolist(), "the same seed leads to the same episode"
     assert group.mask.tolist() == whole.mask.tolist()

@@ -1,4 +1,4 @@
-"""Other users' items in messages that a deletion takes apart while a leader admits them count once. On a real bus."""
+"""Deletions split messages while a leader admits items of other users in them; each item counts once. On a real bus."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ CONFIG = OnlineJob.parse(
 
 
 class Scene:
-    """One job: what is posted to it, and what its ledger says."""
+    """One job on a real bus: its feedback, its ledger, and leaders, workers and trainers that a test starts."""
 
     def __init__(self, bus: Bus, record: JobRecord, data_dir: Path) -> None:
         self.bus, self.record, self.job, self._dir, self._epoch = bus, record, record.id, data_dir, 0
 
     def posted(self, user: str, version: int = 0) -> Feedback:
-        """An answer that somebody else's engine gave."""
+        """Return a posted interaction: an answer by an engine outside of Penstock."""
         body: dict[str, Any] = {
             "policy_version": version, "prompt_token_ids": [10, 11], "token_ids": [12, 2], "logprobs": [-3.0, -3.0],
             "reward": 1.0, "done": True,
@@ -98,8 +98,8 @@ class Scene:
         await self.bus.publish(subjects.feedback(self.job), pack(FeedbackBatch(items=list(items)), job=self.job))
 
     @asynccontextmanager
-    async def leader(self, *, says_begun: bool = True) -> AsyncIterator[None]:
-        """Leads until it is killed at the end of the block; hears that there is a version 0, if no trainer says it."""
+    async def leader(self, *, reports_version: bool = True) -> AsyncIterator[None]:
+        """Run a leader, killed at the end of the block; report version 0 to it, unless a real trainer does."""
         self._epoch += 1
         supply = LiveSupply(self.bus, self.job, CONFIG, epoch=self._epoch)
         runner = JobRunner(
@@ -107,7 +107,7 @@ class Scene:
         )
         task = asyncio.create_task(runner.lead())
         try:
-            if says_begun:
+            if reports_version:
                 await self.report(kind="checkpointed", batch=0, version=0, digest="w0", path="c")
             yield
         finally:
@@ -116,7 +116,7 @@ class Scene:
                 await task
 
     async def report(self, **fields: Any) -> None:
-        """As the trainer does: again until the leader has it."""
+        """Report like the trainer: repeat until the leader acknowledges."""
         data = pack(Report(epoch=1, **fields), job=self.job)
         async with asyncio.timeout(DEADLINE_S):
             while True:
@@ -127,7 +127,7 @@ class Scene:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """A worker that turns posted answers into tokens: without it nothing is made."""
+        """Run a worker that tokenizes posted answers; without it no group is created."""
         tokenizer = build_tokenizer(CONFIG.model)
         engine = await asyncio.to_thread(
             open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=0
@@ -143,7 +143,7 @@ class Scene:
 
     @asynccontextmanager
     async def trainer(self) -> AsyncIterator[None]:
-        """A real trainer, until it is killed at the end of the block."""
+        """Run a real trainer, killed at the end of the block."""
         settings = ServiceSettings(data_dir=self._dir, shm_dir=self._dir, worker_id="trainer-0", lease_s=0.5)
         task = asyncio.create_task(TrainerSession(self.bus, settings, self.job, CONFIG).run())
         try:
@@ -157,7 +157,7 @@ class Scene:
         return [event for entry in entries for event in decode_events(entry.data)]
 
     async def admissions(self) -> dict[str, list[Admission]]:
-        """By item."""
+        """Return all admissions of each item."""
         found: dict[str, list[Admission]] = {}
         for event in await self.events():
             for one in event.admissions if isinstance(event, Admitted) else ():
@@ -165,20 +165,20 @@ class Scene:
                     found.setdefault(name, []).append(one)
         return found
 
-    async def over(self) -> set[str]:
-        """Items that have their last outcome."""
+    async def decided(self) -> set[str]:
+        """Return the items with a final status."""
         found = await self.bus.read(subjects.DECISIONS, subjects.decisions(self.job))
-        fates = [fate for message in found for fate in unpack(message.data, StatusBatch)[0].items]
-        return {fate.feedback for fate in fates if fate.status not in UNDECIDED}
+        statuses = [status for message in found for status in unpack(message.data, StatusBatch)[0].items]
+        return {status.feedback for status in statuses if status.status not in UNDECIDED}
 
     async def groups(self) -> list[int]:
-        """Ordinals of what can be trained on."""
+        """Return the ordinals of groups that can be trained on."""
         found = await self.bus.read(subjects.EXPERIENCE, subjects.experience(self.job), headers_only=True)
         headers = [parse_group_header(message.headers) for message in found]
         return [header.draw.ordinal for header in headers if header.lengths]
 
     async def until(self, ask: Callable[[], Any], what: Callable[[Any], bool]) -> Any:
-        """Ask until it is so."""
+        """Call ``ask`` until ``what`` accepts its result; return that result."""
         async with asyncio.timeout(DEADLINE_S):
             while not what(found := await ask()):
                 await asyncio.sleep(0.02)
@@ -197,26 +197,26 @@ async def scene(bus: Bus, tmp_path: Path) -> Scene:
 
 @asynccontextmanager
 async def commands(scene: Scene) -> AsyncIterator[list[Command]]:
-    """Take the commands of the leader, as a trainer would."""
-    heard: list[Command] = []
+    """Receive the commands of the leader, as a trainer does; yield the list of them."""
+    received: list[Command] = []
 
-    async def hear(data: bytes) -> bytes:
-        heard.append(unpack(data, Command)[0])
+    async def receive(data: bytes) -> bytes:
+        received.append(unpack(data, Command)[0])
         return pack(Ack(ok=True), job=scene.job)
 
-    server = await scene.bus.serve(subjects.command(scene.job), hear)
+    server = await scene.bus.serve(subjects.command(scene.job), receive)
     try:
-        yield heard
+        yield received
     finally:
         await server.close()
 
 
 @pytest.mark.parametrize("batch", ["refused", "trained", "trained, and its records made room"])
 async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene, batch: str) -> None:
-    """Of a sealed batch, and of one that no checkpoint is behind, they are there until the ledger lets go of them."""
+    """Groups of a sealed batch, or of a trained one without a later checkpoint, stay until the ledger releases them."""
     items = [scene.posted(user) for user in ("gone", "other")]
     await scene.post(*items)
-    async with scene.worker(), scene.leader(), commands(scene) as heard:
+    async with scene.worker(), scene.leader(), commands(scene) as received:
         await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
         ordinals = {name: one[0].ordinal for name, one in (await scene.admitted(items)).items()}
         mine, other = ordinals[items[0].id], ordinals[items[1].id]
@@ -228,14 +228,14 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
         deletion = asyncio.create_task(eraser.run(await eraser.begin("gone")))
 
         async def asked() -> list[Command]:
-            return heard
+            return received
 
         wanted = "leave_out" if batch == "refused" else "checkpoint"
         await scene.until(asked, lambda found: any(command.kind == wanted for command in found))
         assert sorted(await scene.groups()) == sorted(ordinals.values()), "a trainer may ask for them"
         assert not deletion.done()
         if batch == "refused":
-            assert next(one.args for one in heard if one.kind == "leave_out") == {"draws": [f"{mine}.0"]}
+            assert next(one.args for one in received if one.kind == "leave_out") == {"draws": [f"{mine}.0"]}
             await scene.report(kind="refused", batch=1, revision=1, bad=[Draw(mine)], reason="their data is deleted")
         else:
             await scene.report(kind="checkpointed", batch=1, version=1, digest="w1", path="c1")
@@ -244,21 +244,21 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
         assert await scene.until(scene.groups, lambda found: mine not in found) in ([other], [])
     dropped = [(one.reason, one.draws, one.redraw) for one in found if isinstance(one, Dropped)]
     assert dropped == ([("erased", [Draw(mine)], False)] if batch == "refused" else [])
-    assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy is kept of it"
+    assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy of it is stored"
 
 
 @pytest.mark.long
-async def test_a_user_who_talks_on_holds_no_deletion_up_and_is_not_deleted_again(scene: Scene) -> None:
+async def test_new_data_of_a_deleted_user_delays_no_deletion_and_stays(scene: Scene) -> None:
     items = [scene.posted(user) for user in ("gone", "other")]
     await scene.post(*items)
-    async with scene.worker(), scene.leader(), commands(scene) as heard:
+    async with scene.worker(), scene.leader(), commands(scene) as received:
         await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
         await scene.report(kind="trained", batch=1, revision=1, version=1, digest="w1")
         eraser = Eraser(scene.bus, str, released_s=DEADLINE_S)
         deletion = asyncio.create_task(eraser.run(await eraser.begin("gone")))
 
         async def asked() -> list[Command]:
-            return heard
+            return received
 
         await scene.until(asked, lambda found: any(command.kind == "checkpoint" for command in found))
         again = scene.posted("gone", version=1)
@@ -272,14 +272,14 @@ async def test_a_user_who_talks_on_holds_no_deletion_up_and_is_not_deleted_again
         assert not any(isinstance(event, Dropped) for event in await scene.events())
 
 
-async def test_a_checkpoint_that_breaks_after_a_deletion_ends_in_a_fork_that_says_erased(scene: Scene) -> None:
-    """The checkpoint behind the batch was there when its inputs went; the one before it has to repeat the batch."""
+async def test_a_damaged_checkpoint_after_a_deletion_forks_with_reason_erased(scene: Scene) -> None:
+    """The damaged checkpoint covers a batch with deleted inputs, which an older checkpoint cannot repeat."""
     items = [scene.posted(user) for user in ("gone", "other")]
 
     async def found(kind: type[Event]) -> list[Any]:
         return [event for event in await scene.events() if isinstance(event, kind)]
 
-    async with scene.worker(), scene.leader(says_begun=False):
+    async with scene.worker(), scene.leader(reports_version=False):
         async with scene.trainer():
             await scene.until(partial(found, Checkpointed), bool)
             await scene.post(*items)
@@ -288,7 +288,7 @@ async def test_a_checkpoint_that_breaks_after_a_deletion_ends_in_a_fork_that_say
             eraser = Eraser(scene.bus, str, released_s=DEADLINE_S)
             await eraser.run(await eraser.begin("gone"))
             assert mine not in await scene.groups()
-            assert not await found(LineageForked), "a deletion alone forks nothing"
+            assert not await found(LineageForked), "a deletion alone causes no fork"
         newest = (await found(Checkpointed))[-1]
         assert (newest.number, newest.reason) == (1, "deletion of a user's data")
         weights = checkpoint_path(scene._dir, newest.path) / "model.safetensors"
@@ -303,11 +303,11 @@ async def test_a_checkpoint_that_breaks_after_a_deletion_ends_in_a_fork_that_say
     entries = [decode_events(m.data) for m in await scene.bus.read(subjects.LEDGER, subjects.ledger(scene.job))]
     [decision] = [entry for entry in entries if fork in entry]
     dropped = [(one.reason, one.draws, one.redraw) for one in decision if isinstance(one, Dropped)]
-    assert dropped == [("erased", [Draw(mine, 1)], False)], "the books show it in the decision that forks"
+    assert dropped == [("erased", [Draw(mine, 1)], False)], "the decision that forks contains the drop"
 
 
-async def test_a_job_that_lets_nothing_go_holds_up_no_other(scene: Scene) -> None:
-    """One job has no leader; the data of the other goes as soon as that job releases it."""
+async def test_a_job_that_releases_nothing_delays_no_other_job(scene: Scene) -> None:
+    """One job has no leader, so it releases nothing; the deletion still removes the data of the other job."""
     other = Scene(scene.bus, await JobStore(scene.bus).create(CONFIG), scene._dir)
     base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0}
     admission = Admission(0, {new_marked_id(scene.job): 1}, {}, 1.0, 0, "k", "gone", "default", 1.0)
@@ -337,8 +337,8 @@ async def erase(bus: Bus, user: str) -> None:
     await eraser.run(await eraser.begin(user))
 
 
-async def test_what_others_posted_and_is_admitted_keeps_its_body(scene: Scene) -> None:
-    """However often what it lies in is taken apart before its group is made."""
+async def test_admitted_items_of_other_users_keep_their_body(scene: Scene) -> None:
+    """The message with the items is split twice before their groups are created."""
     items = [scene.posted(user) for user in ("gone", "too", "other")]
     await scene.post(*items)
     async with scene.leader():
@@ -352,26 +352,24 @@ async def test_what_others_posted_and_is_admitted_keeps_its_body(scene: Scene) -
             assert await scene.until(scene.groups, lambda found: mine in found) == [mine]
 
 
-async def test_what_is_admitted_between_what_a_deletion_reads_keeps_its_body(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An item is admitted after the deletion has read the ledger, and before it stores the rest anew."""
+async def test_items_admitted_during_a_deletion_keep_their_body(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A leader admits items after the deletion has read the ledger, and before it stores the remaining items anew."""
     items = [scene.posted(user) for user in ("gone", "other", "another")]
     await scene.post(*items)
 
-    async def told() -> set[str]:
+    async def admitted_items() -> set[str]:
         found = await scene.bus.read(subjects.DECISIONS, subjects.decisions(scene.job))
-        fates = [fate for message in found for fate in unpack(message.data, StatusBatch)[0].items]
-        return {fate.feedback for fate in fates if fate.status == "admitted"}
+        statuses = [status for message in found for status in unpack(message.data, StatusBatch)[0].items]
+        return {status.feedback for status in statuses if status.status == "admitted"}
 
     async with AsyncExitStack() as leaders:
 
         def then_admit(read: Callable[..., Any]) -> Callable[..., Any]:
             async def reads(*args: Any) -> Any:
                 found = await read(*args)
-                if not await told():
+                if not await admitted_items():
                     await leaders.enter_async_context(scene.leader())
-                    await scene.until(told, lambda found: found >= {item.id for item in items[1:]})
+                    await scene.until(admitted_items, lambda found: found >= {item.id for item in items[1:]})
                 return found
 
             return reads
@@ -384,17 +382,17 @@ async def test_what_is_admitted_between_what_a_deletion_reads_keeps_its_body(
 
 
 @pytest.mark.parametrize("later", ["the same leader", "another leader"])
-async def test_what_is_admitted_while_it_is_stored_anew_is_admitted_once(
+async def test_items_admitted_while_they_are_stored_anew_count_once(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, later: str
 ) -> None:
-    """The deletion has read the ledger, in which nothing was admitted; then it is trained; then it is stored anew."""
+    """The deletion reads the ledger before any admission, the items are trained, and the deletion stores them anew."""
     items = [scene.posted(user) for user in ("gone", "other", "another")]
     waits = Feedback(
         id=new_marked_id(scene.job), job=scene.job, kind="metric", key_id="k", received=time.time(),
         inference=new_marked_id(scene.job), metric="reward", value=1.0,
     )  # fmt: skip
     await scene.post(*items)
-    await scene.post(waits)  # keeps the mark below the copy, and above what it is a copy of
+    await scene.post(waits)  # keeps the start position between the original message and its copy
     made = Eraser._made
     async with AsyncExitStack() as leaders, scene.worker():
 
@@ -423,8 +421,8 @@ async def test_what_is_admitted_while_it_is_stored_anew_is_admitted_once(
     assert [len(found[item.id]) for item in items[1:]] == [1, 1]
 
 
-async def test_a_new_leader_asks_the_ledger_about_what_was_stored_anew(scene: Scene) -> None:
-    """Its own memory begins at the mark, and what was trained below that the folded state names no longer."""
+async def test_a_new_leader_checks_items_stored_anew_against_the_ledger(scene: Scene) -> None:
+    """The leader reads from its start position; the folded state no longer names items that were trained before it."""
     known, new = (scene.posted(user) for user in ("other", "another"))
     base: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
     state = LedgerState()
@@ -438,7 +436,7 @@ async def test_a_new_leader_asks_the_ledger_about_what_was_stored_anew(scene: Sc
     ]  # fmt: skip
     for event in entry:
         state.apply(event)
-    state.admissions.clear()  # a checkpoint is behind it
+    state.admissions.clear()  # a later checkpoint covers it
     await scene.bus.publish(subjects.ledger(scene.job), encode_events(entry))
     copy = pack(FeedbackBatch(items=[known, new]), job=scene.job)
     await scene.bus.publish(subjects.feedback(scene.job), copy, headers={RESTORED_HEADER: "1"})
@@ -449,33 +447,33 @@ async def test_a_new_leader_asks_the_ledger_about_what_was_stored_anew(scene: Sc
     assert list(supply.matching.examples.ready) == [new.id]
 
 
-@pytest.mark.parametrize("is_over", [False, True])
-async def test_a_retraction_that_came_first_and_was_stored_anew_still_takes_back(scene: Scene, is_over: bool) -> None:
-    """That it was told to be taken does not say that it has met what it takes back."""
+@pytest.mark.parametrize("is_decided", [False, True])
+async def test_an_early_retraction_that_was_stored_anew_still_retracts(scene: Scene, is_decided: bool) -> None:
+    """The status ``retracted`` does not prove that the retraction has met its item."""
     item = scene.posted("other")
     retraction = Feedback(
         id=new_marked_id(scene.job), job=scene.job, kind="retraction", key_id="trusted", received=time.time(),
         body={"feedback": item.id},
     )  # fmt: skip
-    fates = [FeedbackStatus(feedback=retraction.id, status="retracted", reason=f"retracts {item.id}", time=1.0)]
-    if is_over:
-        fates.append(FeedbackStatus(feedback=item.id, status="rejected", reason="stale", time=1.0))
-    await record_decided(scene.bus, scene.job, *fates)
+    statuses = [FeedbackStatus(feedback=retraction.id, status="retracted", reason=f"retracts {item.id}", time=1.0)]
+    if is_decided:
+        statuses.append(FeedbackStatus(feedback=item.id, status="rejected", reason="stale", time=1.0))
+    await record_decided(scene.bus, scene.job, *statuses)
     copy = pack(FeedbackBatch(items=[retraction]), job=scene.job)
     await scene.bus.publish(subjects.feedback(scene.job), copy, headers={RESTORED_HEADER: "1"})
-    if not is_over:
+    if not is_decided:
         await scene.post(item)
     supply = LiveSupply(scene.bus, scene.job, CONFIG, epoch=2)
     await supply.recover(LedgerState())
     assert list(supply.matching.examples.ready) == []
-    assert supply.matching.has_feedback(retraction.id) is not is_over
+    assert supply.matching.has_feedback(retraction.id) is not is_decided
 
 
 STEPS = frozenset({"publish", "publish_whole", "delete_message", "get_whole", "get_many", "stream_state", "last"})
 
 
 class Killed:
-    """The bus as an eraser sees it that is killed at one of its steps: before it, or behind it."""
+    """Bus for an eraser that is killed at step ``at``: after that step if ``behind``, else before it."""
 
     def __init__(self, bus: Bus, at: int, *, behind: bool) -> None:
         self._bus, self._left, self._behind = bus, at, behind
@@ -497,7 +495,7 @@ class Killed:
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_deletion_that_is_killed_again_and_again_loses_nothing_of_others(scene: Scene, seed: int) -> None:
-    """Items come and are admitted meanwhile, and leaders change; whatever is undecided stays above the mark."""
+    """Meanwhile items are posted and admitted, and leaders change; undecided items stay above the start position."""
     chance, others, gone = random.Random(seed), list[Feedback](), list[Feedback]()
 
     async def post(*users: str) -> None:
@@ -518,7 +516,7 @@ async def test_a_deletion_that_is_killed_again_and_again_loses_nothing_of_others
                         await Eraser(killed, str).run(report)
                     await post("a", "b", "c")
         await Eraser(scene.bus, str).run(report)
-        async with scene.leader():  # reads all of it anew
+        async with scene.leader():  # reads everything anew
             await scene.until(scene.groups, bool)
     admitted = await scene.admissions()
     kept = await scene.bus.read(subjects.FEEDBACK, subjects.feedback(scene.job))
@@ -527,12 +525,14 @@ async def test_a_deletion_that_is_killed_again_and_again_loses_nothing_of_others
         places |= {item.id: message.seq for item in unpack(message.data, FeedbackBatch)[0].items}
     ids = await scene.bus.read(subjects.FEEDBACK, subjects.feedback_ids(scene.job))
     known = {item.id for message in ids for _, item in unpack(message.data, FeedbackIds)[0].items(scene.job)}
-    over = await scene.over()
+    decided = await scene.decided()
     mark = max(event.low_feedback for event in await scene.events() if isinstance(event, Admitted))
     for item in others:
-        assert item.id in places or item.id in known, "it can be found"
+        assert item.id in places or item.id in known, "the item can be found"
         assert len(admitted.get(item.id, ())) <= 1
-        assert item.id in over | admitted.keys() or places.get(item.id, 0) >= mark, "it is undecided"
+        assert item.id in decided | admitted.keys() or places.get(item.id, 0) >= mark, (
+            "an undecided item stays above the start position"
+        )
     erased = await scene.bus.read(subjects.FEEDBACK, subjects.erasures(scene.job))
     named = {id for message in erased for id in unpack(message.data, Erasure)[0].feedback}
     assert {item.id for item in gone} <= named

@@ -1,4 +1,4 @@
-"""The leader of an evaluation job on a real bus: what was answered is not asked again, and nothing is lost silently."""
+"""The leader of an evaluation job on a real bus requests only missing answers, and reports those that never arrive."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def submit(bus: Bus, **changes: Any) -> JobRecord:
 
 @asynccontextmanager
 async def leading(bus: Bus, record: JobRecord, epoch: int) -> AsyncIterator[EvaluationRunner]:
-    """A leader; at the end it dies, wherever it is."""
+    """Run a leader, killed at the end of the block."""
     runner = EvaluationRunner(bus, JobStore(bus), Members(), record, epoch=epoch)
     task = asyncio.create_task(runner.lead())
     try:
@@ -58,7 +58,7 @@ async def eventually(holds: Callable[[], Awaitable[Any]]) -> None:
 
 
 async def asked(bus: Bus, job: str, epoch: int) -> list[tuple[int, int]]:
-    """(sequence, prompt) of the tickets of a leader."""
+    """Return ``(sequence number, prompt)`` of each ticket of the leader with ``epoch``."""
     messages = await bus.walk(subjects.TICKETS, subjects.tickets(job), last_seq=1000)
     tickets = [(message.seq, unpack(message.data, Ticket)[0]) for message in messages]
     return [(seq, ticket.draw.ordinal) for seq, ticket in tickets if ticket.epoch == epoch]
@@ -78,14 +78,14 @@ async def answer(bus: Bus, job: str, prompt: int, sampled: float, greedy: float,
 
 
 async def ended(bus: Bus, job: str) -> JobRecord:
-    async def over() -> bool:
+    async def has_ended() -> bool:
         return (await JobStore(bus).get(job)).status.phase in ("succeeded", "failed", "cancelled")
 
-    await eventually(over)
+    await eventually(has_ended)
     return await JobStore(bus).get(job)
 
 
-async def test_another_leader_asks_only_for_what_is_missing(bus: Bus) -> None:
+async def test_a_new_leader_requests_only_missing_answers(bus: Bus) -> None:
     record = await submit(bus)
     job = record.id
     async with leading(bus, record, 1) as first:
@@ -115,7 +115,7 @@ async def test_another_leader_asks_only_for_what_is_missing(bus: Bus) -> None:
     assert len(await bus.read(subjects.EXPERIENCE, subjects.experience(job))) == 4
 
 
-async def test_time_runs_out_for_what_nobody_answers(bus: Bus) -> None:
+async def test_a_timeout_names_the_number_of_unanswered_prompts(bus: Bus) -> None:
     record = await submit(bus, limits={"timeout_s": 1.0})
     async with leading(bus, record, 1) as runner:
         await answer(bus, record.id, 0, 1.0, 1.0)
@@ -145,7 +145,7 @@ async def test_nothing_scored_is_a_failure_with_the_scorers_error(bus: Bus) -> N
     assert (end.status.phase, end.status.message) == ("failed", "nothing could be scored: scorer broke")
 
 
-async def test_a_dead_ticket_counts_as_failed_and_is_kept(bus: Bus) -> None:
+async def test_a_dead_ticket_counts_as_failed_and_is_stored(bus: Bus) -> None:
     record = await submit(bus)
     job = record.id
     async with leading(bus, record, 1) as runner:
@@ -163,7 +163,7 @@ async def test_a_dead_ticket_counts_as_failed_and_is_kept(bus: Bus) -> None:
     assert len(await asked(bus, job, 1)) == 3
 
 
-async def test_a_header_that_claims_more_messages_than_it_has_deletes_nobody_elses(bus: Bus) -> None:
+async def test_a_header_with_too_many_parts_deletes_no_other_messages(bus: Bus) -> None:
     record = await submit(bus)
     job = record.id
     await answer(bus, job, 0, 1.0, 1.0)
@@ -191,19 +191,19 @@ async def test_a_worker_that_cannot_load_the_model_ends_the_job(bus: Bus) -> Non
     async with leading(bus, record, 1):
         report = pack(Report(kind="failed", epoch=0, reason="no such model"), job=record.id)
 
-        async def told() -> bool:
+        async def is_reported() -> bool:
             try:
                 await bus.request(subjects.report(record.id), report, deadline_s=5)
             except ConnectionError:
                 return False
             return True
 
-        await eventually(told)
-        end = await JobStore(bus).get(record.id)  # it is answered once that is written: no leader takes it with it
+        await eventually(is_reported)
+        end = await JobStore(bus).get(record.id)  # the answer came after the record was written
     assert (end.status.phase, end.status.message) == ("failed", "no such model")
 
 
-async def test_cancelling_ends_it(bus: Bus) -> None:
+async def test_cancelling_ends_an_evaluation(bus: Bus) -> None:
     record = await submit(bus)
     async with leading(bus, record, 1) as runner:
         await eventually(lambda: asked(bus, record.id, 1))

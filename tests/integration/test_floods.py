@@ -46,7 +46,7 @@ CONFIG = OnlineJob.parse(
 
 
 async def serve(bus: Bus, name: str, *, alone: bool = True) -> None:
-    """Record one answer."""
+    """Publish the record of one answer."""
     now = time.time()
     record = Interaction(
         id=name, request=name, index=0, job=JOB, episode=new_marked_id(JOB), alone=alone, key_id="k", user="u",
@@ -70,7 +70,7 @@ async def post_feedback(bus: Bus, *items: Feedback) -> None:
 
 @pytest.fixture
 def asked(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Subjects whose newest message was requested; at most ``AT_ONCE`` of them at a time."""
+    """Subjects whose newest message was requested; fails if more than ``AT_ONCE`` requests run at a time."""
     found, last, running = list[str](), bus.last, 0
 
     async def counted(stream: str, subject: str) -> Any:
@@ -100,7 +100,7 @@ async def test_unknown_names_are_looked_up_once(bus: Bus, asked: list[str]) -> N
 
 
 async def test_an_unknown_name_is_found_once_it_exists(bus: Bus, asked: list[str]) -> None:
-    """The item may wait for it or arrive later."""
+    """An item may arrive before the answer that it names, or after it."""
     pair = [new_marked_id(JOB) for _ in range(2)]
     supply = LiveSupply(bus, JOB, CONFIG, epoch=1)
     early, late = preference(*pair), preference(*pair)
@@ -123,7 +123,7 @@ async def test_an_unknown_name_is_found_once_it_exists(bus: Bus, asked: list[str
 
 async def test_a_lookup_waits_and_reports_while_the_bus_is_away(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     supply, last, is_away = LiveSupply(bus, JOB, CONFIG, epoch=1), bus.last, True
-    retry = supply.retry = Retry(JOB)  # in the form of the leader's wait
+    retry = supply.retry = Retry(JOB)  # in the form in which the leader's waits are shown
 
     async def away(stream: str, subject: str) -> Any:
         if is_away:
@@ -144,9 +144,7 @@ async def test_a_lookup_waits_and_reports_while_the_bus_is_away(bus: Bus, monkey
     assert retry.blocked is None
 
 
-async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
-    bus: Bus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_flood_queues_a_bounded_number_of_messages(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supply_module, "MAX_UNTAKEN", 3)
     supply, posted = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
     monkeypatch.setattr(supply_module, "SWEEP_S", 3600)
@@ -164,11 +162,11 @@ async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
 
 async def statuses(bus: Bus) -> dict[str, FeedbackStatus]:
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
-    return {fate.feedback: fate for message in messages for fate in unpack(message.data, StatusBatch)[0].items}
+    return {status.feedback: status for message in messages for status in unpack(message.data, StatusBatch)[0].items}
 
 
 def turn(name: str, key: str, size: int) -> Feedback:
-    """Build a turn of an episode that no client ends."""
+    """Return a turn of an episode that no client ends."""
     return Feedback(
         id=name, job=JOB, kind="interaction", key_id=key, received=time.time(), episode=f"e-{name}", turn=0,
         body={"prompt_token_ids": [7], "token_ids": [300] * size},
@@ -197,11 +195,11 @@ async def post(bus: Bus, subject: str, data: bytes) -> None:
 async def test_a_key_that_fills_the_stream_leaves_room_for_others(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, waits: str
 ) -> None:
-    """Undecided items that other keys posted earlier keep everything after them in the stream."""
+    """Undecided items of other keys, posted earlier, prevent the removal of all messages after them."""
     monkeypatch.setattr(supply_module, "SWEEP_S", 0.05)
     monkeypatch.setattr(supply_module, "ROOM_EVERY_S", 0.05)
     await bus.ensure_streams(experience_bytes=STREAM_BYTES, stream_bytes=STREAM_BYTES)
-    supply, facts = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
+    supply, tasks = LiveSupply(bus, JOB, CONFIG, epoch=1), asyncio.Queue[Any]()
     about = new_marked_id(JOB)
     if waits == "episode":
         await serve(bus, about, alone=False)
@@ -212,14 +210,14 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
 
     async def lead() -> None:
         while True:
-            await (await facts.get())()
-            while not facts.empty():  # as the runner: all that is here, then a decision
-                await facts.get_nowait()()
+            await (await tasks.get())()
+            while not tasks.empty():  # like the runner: all messages that are here, then a decision
+                await tasks.get_nowait()()
             await recorder.record()
 
     leading = asyncio.create_task(lead())
     try:
-        async with following(supply, facts.put):
+        async with following(supply, tasks.put):
             for number in range(3 * STREAM_BYTES // 90_000):
                 data = pack(FeedbackBatch(items=[turn(f"f{number}", "flood", 30_000)]), job=JOB)
                 await post(bus, subjects.feedback(JOB), data)
@@ -232,10 +230,10 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
     finally:
         leading.cancel()
     await recorder.record()
-    told = await statuses(bus)
-    assert told["f0"].reason == "too_many_waiting"
+    newest_statuses = await statuses(bus)
+    assert newest_statuses["f0"].reason == "too_many_waiting"
     if waits != "nothing":
-        assert (told["first"].status, told["first"].reason) == ("rejected", "feedback_full")
+        assert (newest_statuses["first"].status, newest_statuses["first"].reason) == ("rejected", "feedback_full")
     assert (await bus.stream_state(subjects.FEEDBACK)).bytes < STREAM_BYTES
     assert supply.matching.examples.quota.nbytes <= STREAM_BYTES / 8 + 100_000
 

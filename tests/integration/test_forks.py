@@ -1,4 +1,4 @@
-"""A restarted trainer that cannot repeat what the ledger says was trained goes on above everything that is known."""
+"""A restarted trainer that cannot repeat the batches in the ledger forks to a version above all known versions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CONFIG = JobConfig.parse(
 
 @dataclass
 class Restart:
-    """A trainer about to begin, and what it told the coordinator."""
+    """A trainer that is about to start, and its reports to the coordinator."""
 
     bus: Bus
     replica: Replica
@@ -58,25 +58,25 @@ class Restart:
     publishing: Publishing
     progress: Progress
     checkpoint: Path
-    heard: list[Report] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     async def answer(self, data: bytes) -> bytes:
-        self.heard.append(unpack(data, Report)[0])
+        self.reports.append(unpack(data, Report)[0])
         return pack(Ack(ok=True))
 
     async def restore(self, *, version: int) -> Report:
-        """Restart from the checkpoint before batch 1, which is the last that the ledger has; returns the fork."""
+        """Restart from the checkpoint before batch 1, the last one in the ledger; return the report of the fork."""
         checkpoint = {"number": 0, "path": str(self.checkpoint)}
         batches = [[1, 1, 1, "a digest that nothing has"]]
         where = {"checkpoint": checkpoint, "version": version, "digest": "", "last_trained": 1, "batches": batches}
         await self.start.restore(where)
-        (report,) = self.heard
+        (report,) = self.reports
         assert (report.kind, report.batch) == ("forked", 1)
         assert (self.progress.batch, self.progress.version) == (1, report.version)
         return report
 
     async def seal(self, *, failed: bool) -> None:
-        """Batch 1, of one group."""
+        """Publish batch 1, with one group; with ``failed``, all of its completions have failed."""
         group = Group(
             job=JOB, draw=Draw(0), attempt="a", epoch=0,
             prompt_ids=np.arange(4, 8, dtype=np.int32), token_ids=np.arange(8, 16, dtype=np.int32),
@@ -112,7 +112,7 @@ async def restart(bus: Bus, tmp_path: Path) -> AsyncIterator[Restart]:
     threads.close()
 
 
-async def test_a_trainer_announces_nothing_over_a_later_one(restart: Restart) -> None:
+async def test_an_older_trainer_cannot_replace_a_newer_manifest(restart: Restart) -> None:
     own = await restart.publishing.publish(restart.rank_group, version=2, epoch=2)
     later = pack(msgspec.structs.replace(own, epoch=3), job=JOB)
     await restart.bus.kv(subjects.MANIFESTS).put(JOB, later)
@@ -120,8 +120,8 @@ async def test_a_trainer_announces_nothing_over_a_later_one(restart: Restart) ->
         await restart.publishing.announce(own)
 
 
-async def test_a_fork_is_above_what_was_announced_and_not_recorded(restart: Restart) -> None:
-    """Engines know that version with other weights."""
+async def test_a_fork_is_above_every_announced_version(restart: Restart) -> None:
+    """Engines already know the announced version, with other weights."""
     await restart.publishing.announce(await restart.publishing.publish(restart.rank_group, version=2, epoch=1))
     report = await restart.restore(version=1)
     assert report.version == 3
@@ -153,4 +153,4 @@ async def test_a_batch_that_cannot_be_trained_again_forks(
     assert report.version == 2
     after = restart.replica.learner.state().models["policy"].weights
     assert all(torch.equal(after[name].nan_to_num(), tensor.nan_to_num()) for name, tensor in before.items())
-    assert restart.replica._remembered is None, "a copy of the state takes as much room as the state"
+    assert restart.replica._snapshot is None, "a copy of the state takes as much room as the state"

@@ -1,4 +1,4 @@
-"""A disk that is really full, with a real server: what is refused, what is said, and how work goes on."""
+"""A really full disk under a real server: writes are refused, the reason is reported, and work continues afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Disk = Callable[..., Path]
 Fill = Callable[[Path], Path]
 
 
-def test_what_the_server_says_of_a_full_disk_is_known_by_its_end() -> None:
+def test_a_full_disk_is_recognized_by_the_end_of_the_servers_message() -> None:
     error = {"code": 503, "err_code": 10077, "description": "write /data/1.blk: no space left on device"}
     assert is_disk_full(error)
     assert is_disk_full({"description": "write /data/1.blk: disk quota exceeded"})
@@ -41,13 +41,13 @@ async def ensure(bus: Bus) -> None:
 
 
 async def stored(bus: Bus) -> list[str]:
-    """Ids of the messages in EXPERIENCE, which are whole."""
+    """Return the ids of the messages in EXPERIENCE, after a check that they are whole."""
     messages = await bus.read(subjects.EXPERIENCE, EXPERIENCE)
     assert all(message.data == PAYLOAD for message in messages)
     return [message.headers["Nats-Msg-Id"] for message in messages]
 
 
-async def test_a_stream_without_disk_says_so_until_its_server_is_started_again(disk: Disk, fill: Fill) -> None:
+async def test_a_full_disk_is_reported_until_the_server_is_restarted(disk: Disk, fill: Fill) -> None:
     folder = disk(DISK_MIB)
     with NatsServer(folder / "nats", max_file_store=SIZES.reserved_bytes) as server:
         async with await Bus.connect(server.url, name="test") as bus:
@@ -77,9 +77,9 @@ async def test_a_stream_without_disk_says_so_until_its_server_is_started_again(d
 @pytest.mark.long
 async def test_a_stack_goes_on_once_there_is_room(disk: Disk, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.local.disk_guard.LOOK_S", 0.1)
-    folder, told = disk(DISK_MIB), list[str]()
+    folder, messages = disk(DISK_MIB), list[str]()
     options = StackOptions(data_dir=folder / "data", workers=NOBODY, environment=SIZES.variables)
-    async with Stack(options, told.append) as stack:
+    async with Stack(options, messages.append) as stack:
         first, url = stack.processes["nats"], stack._environment("operator", 1, 2)["PENSTOCK_NATS_URL"]
         async with await Bus.connect(url, name="publisher") as bus:
             await ensure(bus)
@@ -96,11 +96,11 @@ async def test_a_stack_goes_on_once_there_is_room(disk: Disk, fill: Fill, monkey
                 while len(acknowledged) < 5:
                     await asyncio.sleep(0.01)
                 ballast = fill(folder)
-                while not any("EXPERIENCE' write error" in line for line in told):
+                while not any("EXPERIENCE' write error" in line for line in messages):
                     await asyncio.sleep(0.05)
                 assert not publishing.done()
                 await asyncio.sleep(0.5)
-                assert stack.processes["nats"] == first, "it is not started again while there is no room"
+                assert stack.processes["nats"] == first, "the server is not restarted while there is no room"
                 ballast.unlink()
                 await publishing
             assert await stored(bus) == acknowledged == [str(number) for number in range(40)]

@@ -1,4 +1,4 @@
-"""Prometheus scrapes the measurements of a job while it is led here."""
+"""Prometheus scrapes the metrics of a job while this process leads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.shared.transport.bus import Bus
 
 
 def scraped(job: str) -> dict[str, float]:
-    """Values of a job by the names of its metrics."""
+    """Return the values of a job's metrics by name."""
     head = f'penstock_job_metric{{job="{job}",metric="'
     lines = [line.removeprefix(head) for line in metrics.render().decode().splitlines() if line.startswith(head)]
     return {line.partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}

@@ -96,14 +96,14 @@ async def test_a_reward_worker_grades(client: httpx.AsyncClient, reward: RewardS
     assert errors["unresponsive_reward_error"] is True
 
 
-async def test_what_nobody_waits_for_any_more_is_not_graded(bus: Bus) -> None:
+async def test_requests_that_nobody_waits_for_are_not_graded(bus: Bus) -> None:
     request = GradeRequest(scorers=[{"type": "exact"}], sample="x", item={}, deadline_s=30, wait_s=0)
     async with await GradingService(bus).open():
         with pytest.raises(Unavailable, match="nobody waits"):
             await bus.request(subjects.GRADE, pack(request), deadline_s=30)
 
 
-async def test_without_a_reward_worker_or_a_model(client: httpx.AsyncClient) -> None:
+async def test_grading_without_a_reward_worker_or_a_model_is_an_error(client: httpx.AsyncClient) -> None:
     reply = await client.post("/v1/graders/run", json={"grader": CHECK, "model_sample": "x"})
     assert reply.status_code == 503
     assert "no reward worker" in reply.json()["detail"]

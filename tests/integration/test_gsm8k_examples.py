@@ -77,7 +77,7 @@ def load_example(name: str, *overrides: str) -> JobConfig:
 
 
 def of_files(files: Path) -> list[str]:
-    """Overrides that turn the full example into a job of the files here, for a model this small."""
+    """Return overrides that make the full example use these files and a model this small."""
     paths = {"model": "model", "data.train": "train.jsonl", "data.eval": "test.jsonl"}
     overrides = [f"{key}.path={files / name}" for key, name in paths.items()]
     return [*overrides, "model.dtype=float32", "sampling.max_new_tokens=12", "algorithm.group_size=4"]
@@ -88,7 +88,7 @@ def full(files: Path) -> JobConfig:
 
 
 async def generate(config: JobConfig, ordinal: int) -> tuple[Group, str]:
-    """A group the way a rollout worker makes it, and the text of the prompt as the tokenizer gives it back."""
+    """Return a group as a rollout worker creates it, and the text of the prompt that the tokenizer decodes."""
     tokenizer = build_tokenizer(config.model)
     prompt = PromptSource(config.data, tokenizer, config.seed).train(ordinal)
     assert not prompt.too_long
@@ -157,7 +157,7 @@ def test_full_example_reads_both_files(files: Path) -> None:
     assert (summary.rows_per_epoch, summary.num_eval) == (2, 1)
 
 
-def test_calculator_example_holds_out_what_it_trains_on(files: Path) -> None:
+def test_calculator_example_excludes_training_rows_from_evaluation(files: Path) -> None:
     train = {"path": str(files / "train.jsonl")}
     held_out = {"path": str(files / "test.jsonl"), "exclude_path": train["path"]}
     spec: dict[str, Any] = load_yaml(EXAMPLES / "gsm8k-calc.yaml")
@@ -179,7 +179,7 @@ def test_calculator_example_holds_out_what_it_trains_on(files: Path) -> None:
 def test_full_example_trains_in_a_demo(
     files: Path, nursery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``penstock demo`` from its first process to its summary, cut short, with the job file for real models."""
+    """Runs ``penstock demo`` with the job file for real models, shortened, from its first process to its summary."""
 
     def quick(directory: Path, *, rollouts: int = 1) -> StackOptions:
         options = demo_options(directory, rollouts=rollouts)
@@ -192,14 +192,14 @@ def test_full_example_trains_in_a_demo(
     data = tmp_path / "data"
     result = CliRunner().invoke(app, ["demo", "--file", str(EXAMPLES / "gsm8k.yaml"), "--data-dir", str(data), *words])
     assert result.exit_code == 0, result.output
-    said = result.stdout
-    assert "gsm8k: succeeded after 2 updates" in said
-    assert "sampled reward  0.000 -> 0.000" in said, "random weights solve nothing"
-    assert re.search(r"groups +drawn (\d+) = trained 4 \+ dropped", said), said
-    assert re.search(r"books +hold\n", said), said
-    assert "eval/greedy 0.000" in said, "held-out questions were scored"
-    found = re.search(r"checkpoint +(/\S+)", said)
-    assert found is not None, said
+    output = result.stdout
+    assert "gsm8k: succeeded after 2 updates" in output
+    assert "sampled reward  0.000 -> 0.000" in output, "random weights solve nothing"
+    assert re.search(r"groups +drawn (\d+) = trained 4 \+ dropped", output), output
+    assert re.search(r"audit +passed\n", output), output
+    assert "eval/greedy 0.000" in output, "held-out questions were scored"
+    found = re.search(r"checkpoint +(/\S+)", output)
+    assert found is not None, output
     trained = AutoModelForCausalLM.from_pretrained(found[1])
     initial = AutoModelForCausalLM.from_pretrained(files / "model")
     assert trained.config.hidden_size == initial.config.hidden_size
@@ -207,4 +207,4 @@ def test_full_example_trains_in_a_demo(
     text = f"{row['question']} #### 72"
     ids = AutoTokenizer.from_pretrained(files / "model")(text)["input_ids"]
     assert AutoTokenizer.from_pretrained(found[1])(text)["input_ids"] == ids
-    assert re.search(r"penstock up --detach --data-dir \S+ +# the same deployment again", said), said
+    assert re.search(r"penstock up --detach --data-dir \S+ +# the same deployment again", output), output

@@ -1,4 +1,4 @@
-"""Weights of another host come over the network once per host, whatever happens to the process that fetches them."""
+"""Weights of another host cross the network once per host, even if the fetching process stops or dies."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ for line in sys.stdin:
     try:
         staged = receiver.stage(manifest)
         values = staged.tensors()["w"]
-        told = {"kind": type(staged).__name__, "fetched": staged.way.fetched_bytes,
+        answer = {"kind": type(staged).__name__, "fetched": staged.way.fetched_bytes,
                 "values": [float(values.min()), float(values.max())]}
         staged.release()
     except WeightsError as error:
-        told = {"error": str(error)}
-    print(json.dumps(told | {"seconds": time.monotonic() - start}), flush=True)
+        answer = {"error": str(error)}
+    print(json.dumps(answer | {"seconds": time.monotonic() - start}), flush=True)
 receiver.close()
 """
 
@@ -87,16 +87,16 @@ class Plane:
         data = bytes.fromhex(_ask(self.trainer, str(version)))
         return msgspec.msgpack.decode(data, type=WeightManifest)
 
-    def tell(self, manifest: WeightManifest) -> None:
-        """All workers begin to stage a version."""
+    def send(self, manifest: WeightManifest) -> None:
+        """Send a manifest to all workers, which begin to stage its version."""
         for worker in self.workers:
-            _say(worker, msgspec.msgpack.encode(manifest).hex())
+            _send(worker, msgspec.msgpack.encode(manifest).hex())
 
     def answers(self, workers: list[subprocess.Popen[str]] | None = None) -> list[dict[str, Any]]:
         return [json.loads(_line(worker)) for worker in (self.workers if workers is None else workers)]
 
     def fetching(self) -> subprocess.Popen[str]:
-        """The worker that fetches, once some of the version has come."""
+        """Wait until some of the version has arrived, and return the worker that fetches it."""
         before, deadline = self.hosts.received_bytes(2), time.monotonic() + 30
         path = turn_path(self.shm, JOB, FAR)
         while time.monotonic() < deadline:
@@ -119,7 +119,7 @@ class Plane:
                 pipe.close()
 
 
-def _say(process: subprocess.Popen[str], text: str) -> None:
+def _send(process: subprocess.Popen[str], text: str) -> None:
     assert process.stdin is not None
     process.stdin.write(text + "\n")
     process.stdin.flush()
@@ -131,7 +131,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _ask(process: subprocess.Popen[str], text: str) -> str:
-    _say(process, text)
+    _send(process, text)
     return _line(process)
 
 
@@ -154,7 +154,7 @@ def test_three_workers_of_a_host_cost_one_transfer(plane: Plane) -> None:
     for version in range(1, 5):
         manifest = plane.publish(version)
         before = plane.hosts.received_bytes(2)
-        plane.tell(manifest)
+        plane.send(manifest)
         answers = plane.answers()
         assert [answer["values"] for answer in answers] == [[version, version]] * 3
         assert sorted(answer["fetched"] for answer in answers) == [0, 0, NBYTES]
@@ -169,9 +169,9 @@ def test_three_workers_of_a_host_cost_one_transfer(plane: Plane) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_the_others_go_on_where_the_worker_that_fetches_ends(plane: Plane, end: signal.Signals) -> None:
+def test_other_workers_continue_when_the_fetching_worker_ends(plane: Plane, end: signal.Signals) -> None:
     plane.hosts.slow(1, "200mbit")
-    plane.tell(plane.publish(1))
+    plane.send(plane.publish(1))
     fetching = plane.fetching()
     fetching.send_signal(end)
     left = [worker for worker in plane.workers if worker is not fetching]
@@ -188,12 +188,12 @@ def test_the_others_go_on_where_the_worker_that_fetches_ends(plane: Plane, end: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("plane", [4.0], indirect=True)
-def test_a_cut_link_ends_no_wait_late_and_mixes_nothing(plane: Plane) -> None:
-    plane.tell(plane.publish(1))
+def test_a_cut_link_ends_all_waits_in_time_and_mixes_no_versions(plane: Plane) -> None:
+    plane.send(plane.publish(1))
     assert [answer["values"] for answer in plane.answers()] == [[1, 1]] * 3
     plane.hosts.slow(1, "40mbit")
     manifest = plane.publish(2)
-    plane.tell(manifest)
+    plane.send(manifest)
     plane.fetching()
     plane.hosts.cut(2)
     for answer in plane.answers():
@@ -201,5 +201,5 @@ def test_a_cut_link_ends_no_wait_late_and_mixes_nothing(plane: Plane) -> None:
         assert answer["seconds"] < 7
     plane.hosts.heal(2)
     plane.hosts.slow(1, "10gbit")
-    plane.tell(manifest)
+    plane.send(manifest)
     assert [answer.get("values") for answer in plane.answers()] == [[2, 2]] * 3

@@ -1,4 +1,4 @@
-"""Feedback under SIGKILL: what was acknowledged is on disk once, whichever process dies."""
+"""Feedback under SIGKILL: each acknowledged item is on disk exactly once, whichever process dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many jobs: lists and submissions cost the same at thousands of jobs as at a few, and are never out of date."""
+"""Many jobs: lists and submissions cost the same with thousands of jobs as with few, and lists are up to date."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERYTHING: dict[str, Any] = {"phase": None, "name": None, "kind": None, "labels
 
 
 async def store_jobs(bus: Bus, count: int, *, phases: tuple[Any, ...] = ("succeeded",)) -> list[JobRecord]:
-    """Records of jobs, written straight to the bucket."""
+    """Write records of ``count`` jobs straight to the bucket, and return them."""
     chance = random.Random(count)
     records = []
     for number in range(count):
@@ -56,7 +56,7 @@ def services_of(bus: Bus, folder: Path) -> Services:
 
 
 async def page(services: Services, **wanted: Any) -> list[JobRecord]:
-    """Records of one page, as the route of jobs reads it."""
+    """Return the records of one page, as the API's list of jobs does."""
     return [entry.record() for entry in (await services.jobs.index()).page(**wanted)]
 
 
@@ -78,7 +78,7 @@ async def test_a_page_of_two_thousand_jobs_costs_what_a_page_of_few_does(bus: Bu
     assert first.id == record.id
 
 
-async def test_pages_are_those_of_all_records_whatever_the_filter(bus: Bus, tmp_path: Path) -> None:
+async def test_filtered_pages_match_a_filter_over_all_records(bus: Bus, tmp_path: Path) -> None:
     records = await store_jobs(bus, 120, phases=PHASES)
     services = services_of(bus, tmp_path)
     chance = random.Random(3)
@@ -102,7 +102,7 @@ async def test_pages_are_those_of_all_records_whatever_the_filter(bus: Bus, tmp_
     assert [entry.id for entry in (await services.jobs.index()).unfinished()] == unfinished
 
 
-async def test_an_index_has_what_other_replicas_stored_before_it_was_asked(bus: Bus, tmp_path: Path) -> None:
+async def test_an_index_includes_earlier_changes_of_other_replicas(bus: Bus, tmp_path: Path) -> None:
     here, there = services_of(bus, tmp_path), services_of(bus, tmp_path)
     jobs = [await there.submissions.submit(parse_job(JOB), JOB) for _ in range(3)]
     chance = random.Random(5)
@@ -122,7 +122,7 @@ async def test_an_index_has_what_other_replicas_stored_before_it_was_asked(bus: 
             assert {record.id for record in found} == {job for job, known in kept.items() if known == phase}
 
 
-async def test_questions_at_once_read_each_change_once(bus: Bus, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_concurrent_requests_read_each_change_once(bus: Bus, tmp_path: Path, monkeypatch: Any) -> None:
     await store_jobs(bus, 50)
     services, taken, take = services_of(bus, tmp_path), [], JobIndex.take
     await services.jobs.index()
@@ -133,7 +133,7 @@ async def test_questions_at_once_read_each_change_once(bus: Bus, tmp_path: Path,
     assert sorted(taken) == sorted(set(taken))
 
 
-async def test_a_record_that_is_no_record_is_left_out_and_hides_no_job(bus: Bus, tmp_path: Path) -> None:
+async def test_an_undecodable_record_is_left_out_and_hides_no_job(bus: Bus, tmp_path: Path) -> None:
     services = services_of(bus, tmp_path)
     record = await services.submissions.submit(parse_job(JOB), JOB)
     await bus.kv(subjects.JOBS).put(new_job_id(), b"{}")

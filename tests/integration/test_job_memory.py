@@ -1,4 +1,4 @@
-"""A process that serves one short job after another keeps nothing of those that ended."""
+"""A process that serves one short job after another keeps no memory of ended jobs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SPEC: dict[str, Any] = {
 
 
 def held(shm: Path) -> tuple[int, int]:
-    """Weight slots that this process maps, removed or not, and files in the directory for shared memory."""
+    """Return how many weight slots this process maps, removed ones included, and how many files are in ``shm``."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum("penstock-weights" in line for line in lines), len(list(shm.iterdir()))
 
@@ -50,7 +50,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-async def test_weights_of_jobs_that_ended_are_given_back(bus: Bus, tmp_path: Path) -> None:
+async def test_weights_of_ended_jobs_are_freed(bus: Bus, tmp_path: Path) -> None:
     shm = tmp_path / "shm"
     shm.mkdir()
     settings = ServiceSettings(data_dir=tmp_path, shm_dir=shm, worker_id="w")

@@ -1,4 +1,4 @@
-"""A job's record names its leader and why it failed, on a real bus."""
+"""A job's record contains its leader's heartbeat and the reason of a failure, on a real bus."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NO_ROOM = JobFailure(code="trainer_failed", message="trainer: no room", service=
 
 @asynccontextmanager
 async def led(bus: Bus, record: JobRecord, epoch: int) -> AsyncIterator[asyncio.Task[None]]:
-    """Led until it is over, or until the end of the block kills its leader."""
+    """Lead the job until it ends; leaving the block kills the leader."""
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=Path("/nonexistent"))
     leading = asyncio.create_task(runner.lead())
     try:
@@ -60,13 +60,13 @@ async def led(bus: Bus, record: JobRecord, epoch: int) -> AsyncIterator[asyncio.
 
 
 async def fail(bus: Bus, job: str) -> None:
-    """As a trainer that cannot go on."""
+    """Report a failure, as a trainer does that cannot continue."""
     await bus.request(
         subjects.report(job), pack(Report(kind="failed", epoch=1, reason="no room"), job=job), deadline_s=10
     )
 
 
-async def test_each_control_loop_counts_and_the_last_one_tells_why(bus: Bus) -> None:
+async def test_each_leader_is_an_attempt_and_the_last_one_records_the_failure(bus: Bus) -> None:
     store = JobStore(bus)
     record = await store.create(JOB)
     assert (record.status.attempt, record.status.heartbeat_at, record.status.error) == (0, None, None)
@@ -84,8 +84,8 @@ async def test_each_control_loop_counts_and_the_last_one_tells_why(bus: Bus) -> 
     assert status.heartbeat_at > first.heartbeat_at
 
 
-async def test_the_next_leader_tells_why_where_the_last_one_died_before_it_could(bus: Bus) -> None:
-    """The ledger alone knows it: the record knew nothing of it."""
+async def test_the_next_leader_records_a_failure_that_the_last_one_did_not(bus: Bus) -> None:
+    """Only the ledger contains the failure; the record does not."""
     store = JobStore(bus)
     record = await store.create(JOB)
     journal = Journal(bus, record.id)
@@ -103,7 +103,7 @@ async def test_the_next_leader_tells_why_where_the_last_one_died_before_it_could
 
 
 @pytest.mark.parametrize("kind", ["rl", "evaluation"])
-async def test_bad_data_is_told_from_a_defect(bus: Bus, tmp_path: Path, kind: str) -> None:
+async def test_invalid_data_is_distinguished_from_a_defect(bus: Bus, tmp_path: Path, kind: str) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     store, rows = JobStore(bus), {"type": "file", "path": str(tmp_path / "rows.jsonl")}
     spec = JOB.model_dump(exclude_unset=True) | {"data": {"train": rows}}
@@ -122,8 +122,8 @@ async def test_bad_data_is_told_from_a_defect(bus: Bus, tmp_path: Path, kind: st
 
 
 @pytest.fixture
-def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When leaders looked whether there is something to decide."""
+def check_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """List of the times at which leaders checked if there is something to decide."""
     found, decide = list[float](), JobRun.decide
 
     def counted(self: JobRun, now: float, after: Sequence[Event] = ()) -> list[Event]:
@@ -135,17 +135,17 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.long
-async def test_a_job_that_stands_still_is_looked_at_ever_more_rarely(bus: Bus, looks: list[float]) -> None:
-    """A coordinator leads hundreds of jobs whose workers are away."""
+async def test_an_idle_job_is_checked_ever_more_rarely(bus: Bus, check_times: list[float]) -> None:
+    """A coordinator may lead hundreds of jobs without workers."""
     store = JobStore(bus)
     record = await store.create(JOB)
     async with led(bus, record, 1):
-        before, begun, clock = (await store.get(record.id)).revision, len(looks), asyncio.get_running_loop().time
+        before, begun, clock = (await store.get(record.id)).revision, len(check_times), asyncio.get_running_loop().time
         end = clock() + 6.0
         while clock() < end:
             await asyncio.sleep(0.1)
-        assert len(looks) - begun <= 12, "each pause is twice as long as the one before, up to two seconds"
-        assert (await store.get(record.id)).revision <= before + 2, "what did not change is not written"
+        assert len(check_times) - begun <= 12, "each pause is twice as long as the one before, up to two seconds"
+        assert (await store.get(record.id)).revision <= before + 2, "an unchanged record is not written"
 
 
 def beat_of(worker: str) -> Heartbeat:
@@ -154,10 +154,10 @@ def beat_of(worker: str) -> Heartbeat:
 
 
 @pytest.mark.long
-async def test_whatever_comes_an_idle_leader_looks_at_once(
-    bus: Bus, tmp_path: Path, looks: list[float], monkeypatch: pytest.MonkeyPatch
+async def test_an_idle_leader_reacts_at_once_to_every_message(
+    bus: Bus, tmp_path: Path, check_times: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker, a report, a wish: nothing here waits for the next look of its own accord."""
+    """The leader reacts to a heartbeat, a report and a request; no check without a message is due in this test."""
     for name in ("TICK_S", "IDLE_S"):
         monkeypatch.setattr(runner_module, name, 3600.0)
     service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path, worker_id="c", open_loopback=True))
@@ -170,8 +170,8 @@ async def test_whatever_comes_an_idle_leader_looks_at_once(
                 await asyncio.sleep(0.02)
             (runner,) = service.runners.values()
             for worker in ("first", "second"):
-                begun, data = len(looks), pack(beat_of(worker))
-                while len(looks) == begun:
+                begun, data = len(check_times), pack(beat_of(worker))
+                while len(check_times) == begun:
                     await bus.notify(subjects.heartbeat("trainer", worker), data)
                     await asyncio.sleep(0.1)
             first = Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p")
@@ -185,12 +185,12 @@ async def test_whatever_comes_an_idle_leader_looks_at_once(
     assert (await service.store.get(record.id)).status.phase == "cancelled"
 
 
-async def test_a_leader_gives_signs_of_life_where_nothing_changes(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_leader_still_writes_heartbeats(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     store = JobStore(bus)
     record = await store.create(JOB)
 
     async def beats(number: int, within_s: float) -> int:
-        """Writes of the record that are seen in that time, at most ``number``."""
+        """Return how many heartbeats were written to the record within that time, at most ``number``."""
         seen = {(await store.get(record.id)).status.heartbeat_at}
         end = asyncio.get_running_loop().time() + within_s
         while len(seen) <= number and asyncio.get_running_loop().time() < end:
@@ -206,7 +206,7 @@ async def test_a_leader_gives_signs_of_life_where_nothing_changes(bus: Bus, monk
         assert await beats(1, 10) == 1
         assert await beats(1, 0.5) == 0, "nothing changed, and it is not due yet"
         monkeypatch.setattr(outbox_module, "HEARTBEAT_S", 0.1)
-        outbox.status({"phase": "running", "message": ""})  # as at the leader's next look
+        outbox.status({"phase": "running", "message": ""})  # as at the leader's next check
         assert await beats(2, 10) == 2
     finally:
         sending.cancel()
@@ -228,7 +228,7 @@ async def test_a_job_whose_simulator_is_gone_since_its_submission_fails_with_the
     )  # fmt: skip
 
 
-async def test_what_follows_from_the_rest_is_not_stored(bus: Bus) -> None:
+async def test_derived_fields_of_a_record_are_not_stored(bus: Bus) -> None:
     record = await JobStore(bus).create(JOB)
     assert record.links.events == f"/v1/jobs/{record.id}/events"
     entry = await bus.kv(subjects.JOBS).get(record.id)

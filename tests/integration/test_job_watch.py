@@ -1,4 +1,4 @@
-"""Sessions of a worker follow the job records."""
+"""A worker opens, amends and closes sessions as the job records change."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.Log
 
 
 @pytest.mark.long
-async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(bus: Bus) -> None:
+async def test_a_sessions_failure_is_reported_until_a_later_session_lasts_longer(bus: Bus) -> None:
     breaks, works, num_opened = Breaks(), asyncio.Event(), 0
 
     async def session(job: str, config: JobConfig) -> None:
@@ -95,7 +95,7 @@ async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(
         await asyncio.sleep(0.1)
         raise Unavailable("no room in /dev/shm")
 
-    def told() -> dict[str, object]:
+    def reported() -> dict[str, object]:
         return breaks.add_to({"job_other": {"version": 3}}).get("job_breaks", {})
 
     async def until(condition: Callable[[], T]) -> T:
@@ -106,12 +106,12 @@ async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(
 
     watching = asyncio.create_task(watch_jobs(bus, session, breaks=breaks))
     await store(bus, "job_breaks")
-    first = await until(told)
+    first = await until(reported)
     assert first["problem"] == "no room in /dev/shm"
-    again = await until(lambda: num_opened >= 3 and told())  # on a busy machine, a reason may end before the next break
-    assert again == first, "it is the same problem since the first time"
+    again = await until(lambda: num_opened >= 3 and reported())  # on a busy machine a reason may end earlier
+    assert again == first, "the reported time is that of the first failure"
     works.set()
-    await until(lambda: not told())
+    await until(lambda: not reported())
     assert breaks.add_to({"job_other": {"version": 3}}) == {"job_other": {"version": 3}}
     works.clear()
     watching.cancel()
@@ -119,7 +119,7 @@ async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(
         await watching
 
 
-async def test_a_changed_job_file_reaches_the_session_and_the_one_after_it(bus: Bus) -> None:
+async def test_a_changed_job_file_reaches_the_running_and_the_next_session(bus: Bus) -> None:
     amended: list[float] = []
     opened: list[float] = []
     breaks = asyncio.Event()
@@ -150,9 +150,9 @@ async def test_a_changed_job_file_reaches_the_session_and_the_one_after_it(bus: 
 
 
 @pytest.mark.long
-async def test_nothing_of_a_session_that_broke_lives_on(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
-    """Its models would fill the memory that the next one needs."""
-    caplog.set_level(logging.CRITICAL, "penstock.shared.runtime.jobs")  # what is captured holds the traceback
+async def test_objects_of_a_failed_session_are_freed(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    """The models of the broken session would occupy memory that the next session needs."""
+    caplog.set_level(logging.CRITICAL, "penstock.shared.runtime.jobs")  # a record would hold the traceback
 
     class Model:
         pass
@@ -178,8 +178,8 @@ async def test_nothing_of_a_session_that_broke_lives_on(bus: Bus, caplog: pytest
     await asyncio.gather(watching, return_exceptions=True)
 
 
-async def test_nothing_of_a_session_that_ended_lives_on(bus: Bus) -> None:
-    """Models refer to themselves in cycles: the collector would find them after many other jobs."""
+async def test_objects_of_an_ended_session_are_freed(bus: Bus) -> None:
+    """Models contain reference cycles, which the garbage collector might free only many jobs later."""
 
     class Model:
         def __init__(self) -> None:
@@ -209,7 +209,7 @@ async def test_nothing_of_a_session_that_ended_lives_on(bus: Bus) -> None:
 
 
 async def test_a_session_that_fails_while_its_job_ends_is_closed(bus: Bus) -> None:
-    """A task group that is failing drops a cancellation that comes from outside (until Python 3.13)."""
+    """A failing task group drops a cancellation from outside (until Python 3.13)."""
     opened: list[str] = []
     ended: list[str] = []
     failing = asyncio.Event()

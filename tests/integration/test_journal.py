@@ -1,4 +1,4 @@
-"""The ledger on a real bus: snapshots that are written, verified, ignored when wrong, and kept few."""
+"""The ledger on a real bus: snapshots are written, verified, ignored if they are wrong, and limited in number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB = "job_journal"
 
 
 def entry(number: int, *, path: str = "p", epoch: int = 1) -> list[Event]:
-    """The decision with this number."""
+    """Return the events of the decision with this number."""
     base = {"writer_epoch": epoch, "time": 0.0}
     if not number:
         return [JobStarted(**base, config_digest="c")]
@@ -32,7 +32,7 @@ def entry(number: int, *, path: str = "p", epoch: int = 1) -> list[Event]:
 
 
 async def write(bus: Bus, count: int, *, path: str = "p") -> LedgerState:
-    """Append ``count`` decisions as a leader does, snapshots included."""
+    """Append ``count`` decisions and write the due snapshots, as a leader does; return the state."""
     journal = Journal(bus, JOB)
     state = await journal.load()
     done = state.next_ordinal + state.started
@@ -52,12 +52,12 @@ async def whole_fold(bus: Bus) -> LedgerState:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A snapshot after every tenth entry, however small the entries are."""
+    """Let a snapshot follow every tenth entry, however small the entries are."""
     monkeypatch.setattr(journal_module, "SNAPSHOT_ENTRIES", 10)
 
 
 async def covered(bus: Bus) -> list[int]:
-    """Places in the ledger that snapshots cover, the newest first."""
+    """Return the sequence numbers up to which snapshots cover the ledger, the highest first."""
     return [snapshot.seq for snapshot, _, _ in await read_snapshots(bus, JOB)]
 
 
@@ -70,23 +70,23 @@ async def test_a_new_leader_starts_from_the_newest_snapshot(bus: Bus, caplog: py
     journal = Journal(bus, JOB)
     assert await journal.load() == state == await whole_fold(bus)
     await journal.append(entry(95))
-    assert not caplog.records, "nothing was wrong with any snapshot"
+    assert not caplog.records, "no snapshot was wrong"
     with pytest.raises(Fenced):
-        await Journal(bus, JOB).append(entry(95, epoch=2))  # it has not read the ledger
+        await Journal(bus, JOB).append(entry(95, epoch=2))  # this journal has not read the ledger
 
 
 async def ledger_of(bus: Bus) -> list[bytes]:
     return [message.data for message in await bus.read(subjects.LEDGER, subjects.ledger(JOB))]
 
 
-async def test_an_append_whose_answer_was_lost_is_one_entry(bus: Bus) -> None:
-    """The entry stands in the ledger, its leader does not know it, and the append again finds its own entry."""
+async def test_a_repeated_append_after_a_lost_answer_is_one_entry(bus: Bus) -> None:
+    """The ledger contains the entry, but its leader does not know that; the repeated append finds the entry."""
     journal = Journal(bus, JOB)
     await journal.load()
     first = await journal.append(entry(0))
     lost = await bus.publish(subjects.ledger(JOB), encode_events(entry(1)), expect_last_subject_seq=first)
     assert await journal.append(entry(1)) == lost
-    assert await journal.append(entry(2)) == lost + 1, "it leads on"
+    assert await journal.append(entry(2)) == lost + 1, "the leader continues"
     assert await ledger_of(bus) == [encode_events(entry(number)) for number in range(3)]
 
 
@@ -97,14 +97,14 @@ async def test_a_leader_that_was_replaced_is_fenced_whatever_it_writes(bus: Bus)
     await new.load()
     await new.append(entry(1, epoch=2))
     written = await ledger_of(bus)
-    for late in (entry(1), entry(2)):  # the same decision, of another epoch, and another one
+    for late in (entry(1), entry(2)):  # the decision that epoch 2 wrote, and another one
         with pytest.raises(Fenced, match="somebody else"):
             await old.append(late)
     assert await ledger_of(bus) == written
 
 
-async def test_who_leads_and_has_not_written_yet_reads_what_the_old_leader_wrote(bus: Bus) -> None:
-    """Nothing is lost: what the old one wrote last counts, and the new one is told before it writes."""
+async def test_a_new_leader_must_read_the_old_leaders_last_entry(bus: Bus) -> None:
+    """The old leader's last entry counts; the new leader's append is refused until it has read that entry."""
     old, new = Journal(bus, JOB), Journal(bus, JOB)
     await old.load()
     await old.append(entry(0))
@@ -121,7 +121,7 @@ async def test_who_leads_and_has_not_written_yet_reads_what_the_old_leader_wrote
 
 @pytest.mark.usefixtures("often")
 async def test_snapshots_never_write_more_than_the_ledger(bus: Bus) -> None:
-    """Each is as large as the decisions between two of them, so the next one comes later and later."""
+    """A snapshot is written once the decisions since the last one are as large as it, so the distances grow."""
     await write(bus, 120)
     ledger = await bus.read(subjects.LEDGER, subjects.ledger(JOB))
     newest, older = await covered(bus)
@@ -131,7 +131,7 @@ async def test_snapshots_never_write_more_than_the_ledger(bus: Bus) -> None:
 
 
 @pytest.mark.usefixtures("often")
-async def test_what_cannot_be_verified_is_ignored_and_said(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+async def test_unverifiable_snapshots_are_ignored_and_logged(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     state = await write(bus, 60)
     newest, older = await covered(bus)
 
@@ -148,14 +148,14 @@ async def test_what_cannot_be_verified_is_ignored_and_said(bus: Bus, caplog: pyt
 
     for message in await bus.read(subjects.SNAPSHOTS, subject):
         await bus.delete_message(subjects.SNAPSHOTS, message.seq)
-    assert await Journal(bus, JOB).load() == state, "without any the fold starts at the first entry"
+    assert await Journal(bus, JOB).load() == state, "without snapshots the fold starts at the first entry"
 
     ledger = await bus.read(subjects.LEDGER, subjects.ledger(JOB))
     at = next(message for message in ledger if message.seq == older)
     lie = encode_snapshot(wrong, job=JOB, seq=older, entry=journal_module.digest_of(at.data))
     await bus.publish(subject, lie)
     caplog.clear()
-    assert await Journal(bus, JOB).load() == state, "one that does not fit what follows it is not believed"
+    assert await Journal(bus, JOB).load() == state, "a snapshot that contradicts later entries is ignored"
     assert "is wrong" in caplog.text
 
 

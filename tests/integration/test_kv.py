@@ -29,7 +29,7 @@ async def test_values_are_compared_and_set(bus: Bus) -> None:
     assert await kv.put("job_1", b"3") > second
 
 
-async def test_what_is_overwritten_is_gone_from_the_disk(bus: Bus, nats_server: NatsServer) -> None:
+async def test_overwritten_values_are_gone_from_the_disk(bus: Bus, nats_server: NatsServer) -> None:
     def on_disk(text: bytes) -> bool:
         return any(text in path.read_bytes() for path in nats_server.directory.rglob("*.blk"))
 
@@ -47,7 +47,7 @@ async def test_what_is_overwritten_is_gone_from_the_disk(bus: Bus, nats_server: 
         await kv.overwrite("a", b"x", first)
 
 
-async def test_a_bucket_of_an_earlier_version_is_kept_and_replaced_in(
+async def test_values_in_a_bucket_of_an_earlier_version_can_be_overwritten(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"experience_bytes": 8 << 20, "stream_bytes": 8 << 20}
@@ -76,7 +76,7 @@ async def test_a_deleted_key_can_be_created_again(bus: Bus) -> None:
         await kv.create("a", b"3")
 
 
-async def test_of_many_writers_one_wins(bus: Bus) -> None:
+async def test_one_of_many_concurrent_writers_wins(bus: Bus) -> None:
     kv = bus.kv(subjects.LEASES)
     results = await asyncio.gather(*(kv.create("x", b"%d" % i) for i in range(10)), return_exceptions=True)
     assert sum(isinstance(r, Conflict) for r in results) == 9
@@ -111,7 +111,7 @@ async def collect(bus: Bus, n: int, seen: list[Entry], prefix: str = "", *, incl
                 return
 
 
-async def test_a_watch_shows_what_is_there_and_what_changes(bus: Bus) -> None:
+async def test_a_watch_shows_present_values_and_changes(bus: Bus) -> None:
     kv = bus.kv(subjects.JOBS)
     await kv.put("job_1", b"old")
     await kv.put("job_1", b"1")
@@ -162,7 +162,7 @@ async def test_values_survive_a_crash(bus: Bus, nats_server: NatsServer) -> None
     await kv.update("x", b"2", revision)
 
 
-async def test_an_entry_vanishes_when_its_time_is_over(bus: Bus) -> None:
+async def test_an_entry_vanishes_when_it_expires(bus: Bus) -> None:
     kv = bus.kv(subjects.EPISODES)
     first = await kv.create("job.short", b"0", keep_s=60.0)
     await kv.update("job.short", b"1", first, keep_s=0.1)

@@ -37,7 +37,7 @@ async def test_the_first_holder_gets_epoch_one(bus: Bus) -> None:
     await a.release()
 
 
-async def test_a_living_holder_keeps_it(bus: Bus) -> None:
+async def test_a_live_holder_keeps_its_lease(bus: Bus) -> None:
     a, b = lease(bus, "a"), lease(bus, "b")
     await a.acquire()
     keeping = asyncio.create_task(a.keep())
@@ -48,13 +48,13 @@ async def test_a_living_holder_keeps_it(bus: Bus) -> None:
     await asyncio.gather(keeping, return_exceptions=True)
 
 
-async def test_silence_is_taken_over_and_the_old_holder_is_fenced(bus: Bus) -> None:
+async def test_the_lease_of_a_silent_holder_is_taken_over_and_the_holder_is_fenced(bus: Bus) -> None:
     a, b = lease(bus, "a"), lease(bus, "b")
     assert await a.acquire() == 1  # then a is stopped: it renews nothing
     start = time.monotonic()
     assert await b.acquire(deadline_s=30) == 2
     assert time.monotonic() - start >= LEASE_S
-    assert not a.held, "its own clock told it before anybody could take over"
+    assert not a.held, "by its own clock, its lease ended before anybody could take over"
     with pytest.raises(Fenced):
         await a.keep()
     assert b.held
@@ -62,7 +62,7 @@ async def test_silence_is_taken_over_and_the_old_holder_is_fenced(bus: Bus) -> N
 
 @pytest.mark.long
 async def test_two_holders_are_never_valid_together(bus: Bus) -> None:
-    """Holders that stall at random: whenever one believes it holds the lease, no other does."""
+    """The holders stall longer than the lease: while one of them believes that it holds the lease, no other does."""
     leases = [lease(bus, name) for name in "abc"]
     epochs: list[int] = []
     until = time.monotonic() + 2.5
@@ -84,7 +84,7 @@ async def test_two_holders_are_never_valid_together(bus: Bus) -> None:
     assert epochs == sorted(set(epochs)), "epochs only grow"
 
 
-async def test_a_release_is_taken_at_once(bus: Bus) -> None:
+async def test_a_released_lease_is_taken_at_once(bus: Bus) -> None:
     a, b = lease(bus, "a", LONG_S), lease(bus, "b", LONG_S)
     await a.acquire()
     waiting = asyncio.create_task(b.acquire(deadline_s=2 * LONG_S))
@@ -155,7 +155,7 @@ async def test_a_long_outage_ends_the_lease_and_counts_as_no_silence(bus: Bus, n
     assert time.monotonic() - start > LEASE_S * 0.8, "the outage was taken for silence"
 
 
-async def test_the_record_can_be_read_by_people(bus: Bus) -> None:
+async def test_a_stored_lease_is_readable_json(bus: Bus) -> None:
     await lease(bus, "a").acquire()
     entry = await bus.kv(subjects.LEASES).get("trainer.job_1")
     assert entry is not None
@@ -164,7 +164,7 @@ async def test_the_record_can_be_read_by_people(bus: Bus) -> None:
 
 @pytest.mark.long
 async def test_a_loop_that_is_held_up_keeps_its_lease(bus: Bus) -> None:
-    """Work of several lease lengths that never yields: the thread renews meanwhile."""
+    """The event loop is blocked for several lease lengths; a thread renews the lease meanwhile."""
     a = lease(bus, "a")
     await a.acquire()
     keeping = asyncio.create_task(a.keep())
@@ -178,7 +178,7 @@ async def test_a_loop_that_is_held_up_keeps_its_lease(bus: Bus) -> None:
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     await a.release()
-    assert await lease(bus, "b").acquire(deadline_s=LEASE_S) == 2, "what was released is taken at once"
+    assert await lease(bus, "b").acquire(deadline_s=LEASE_S) == 2, "a released lease is taken at once"
     async with asyncio.timeout(20):
         while any(thread.name.startswith("lease ") for thread in threading.enumerate()):
             await asyncio.sleep(0.02)
@@ -237,12 +237,12 @@ async def test_a_process_that_is_stopped_loses_its_lease(bus: Bus, nats_server: 
 
 
 def hold_up(seconds: float) -> None:
-    """Let nothing else of this event loop run."""
+    """Block the event loop for ``seconds``."""
     time.sleep(seconds)
 
 
 async def until_renewed(bus: Bus) -> None:
-    """Return once somebody has renewed the lease after it was taken."""
+    """Return once the lease has been renewed after its acquisition."""
     first = await bus.kv(subjects.LEASES).get("trainer.job_1")
     assert first is not None
     async with asyncio.timeout(30):
@@ -273,7 +273,7 @@ async def test_a_holder_that_is_cancelled_at_once_ends(bus: Bus) -> None:
 async def test_a_lease_outlives_a_slow_start_of_its_thread(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = bus.another
 
-    async def connect_slowly(*, name: str, deadline_s: float = 10.0) -> Bus:  # a host without a processor to spare
+    async def connect_slowly(*, name: str, deadline_s: float = 10.0) -> Bus:  # as on an overloaded host
         await asyncio.sleep(3 * LEASE_S)
         return await connect(name=name, deadline_s=deadline_s)
 

@@ -1,4 +1,4 @@
-"""Old entries of a ledger leave LEDGER for an archive: nothing is lost at any crash, and damage is seen and named."""
+"""Old entries move from LEDGER to an archive: no crash loses an entry, and damage is detected and named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CONFIG = JobConfig.parse(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Snapshots and segments after a few entries."""
+    """Let snapshots and segments follow after a few entries."""
     for name, value in {"SNAPSHOT_ENTRIES": 10, "MIN_SEGMENT_BYTES": 8_000, "SEGMENT_SHARE": 1 << 20}.items():
         monkeypatch.setattr(journal_module, name, value)
     monkeypatch.setattr(journal_module, "FREE_EVERY_S", 0.0)
@@ -60,7 +60,7 @@ def decision(number: int, *, epoch: int = 1, pad: int = 200) -> list[Event]:
 
 
 class Leader:
-    """Appends decisions as a runner does, with the work beside them in between."""
+    """Appends decisions as a runner does, and writes snapshots and segments in between."""
 
     def __init__(self, bus: Bus, archive: FileArchive | None, *, job: str = JOB, epoch: int = 1) -> None:
         self.journal = Journal(bus, job, archive=archive)
@@ -83,7 +83,7 @@ class Leader:
 
 
 async def numbers(bus: Bus, archive: FileArchive, job: str = JOB) -> list[int]:
-    """The decisions that a reader finds, by their numbers; entries without events tell nothing."""
+    """Return the numbers of the decisions that a reader finds; entries without events are left out."""
     entries = [decode_events(entry.data) for entry in await read_ledger(bus, job, archive)]
     return [0 if isinstance(events[0], JobStarted) else events[0].stop for events in entries if events]  # type: ignore[attr-defined]
 
@@ -114,7 +114,7 @@ async def test_old_entries_leave_the_stream_and_every_reader_finds_them(
 
 @pytest.mark.long
 @pytest.mark.parametrize("died", ["before the file", "before the entry", "before the purge"])
-async def test_whatever_step_a_leader_dies_at_its_successor_has_every_entry_once(
+async def test_a_successor_has_every_entry_once_at_whatever_step_the_leader_dies(
     bus: Bus, archive: FileArchive, tmp_path: Path, died: str
 ) -> None:
     first = Leader(bus, archive)
@@ -145,7 +145,7 @@ async def test_a_leader_that_was_replaced_names_no_segment(bus: Bus, archive: Fi
     old, new = Leader(bus, archive), Leader(bus, archive, epoch=2)
     await old.load()
     await old.write(90, keeps_up=False)
-    await old.journal.archive()  # it stops here, and goes on below
+    await old.journal.archive()  # it stops here, and continues below
     await new.load()
     await new.journal.archive(below=40, least=1)
     assert await new.journal.name_segment()
@@ -154,10 +154,10 @@ async def test_a_leader_that_was_replaced_names_no_segment(bus: Bus, archive: Fi
         await old.journal.name_segment()
     assert await bus.read(subjects.LEDGER, subjects.ledger(JOB)) == there
     await new.write(100)
-    assert await numbers(bus, archive) == list(range(190)), "what the old one wrote is not read"
+    assert await numbers(bus, archive) == list(range(190)), "the old leader's entry is not read"
 
 
-async def test_two_leaders_that_archive_the_same_are_told_apart(bus: Bus, archive: FileArchive) -> None:
+async def test_two_leaders_that_archive_the_same_entries_are_distinguished(bus: Bus, archive: FileArchive) -> None:
     old, new = Leader(bus, archive), Leader(bus, archive, epoch=2)
     await old.load()
     await old.write(30, keeps_up=False)
@@ -166,12 +166,10 @@ async def test_two_leaders_that_archive_the_same_are_told_apart(bus: Bus, archiv
         await leader.journal.archive(below=20, least=1)
     assert await new.journal.name_segment()
     with pytest.raises(Fenced):
-        await old.journal.name_segment()  # an equal entry is there, and it is not its own
+        await old.journal.name_segment()  # an equal entry is there, by the other leader
 
 
-async def test_an_entry_whose_answer_was_lost_is_found_though_a_segment_was_written_since(
-    bus: Bus, archive: FileArchive
-) -> None:
+async def test_a_repeated_append_finds_its_entry_despite_a_new_segment(bus: Bus, archive: FileArchive) -> None:
     leader = Leader(bus, archive)
     await leader.load()
     await leader.write(30, keeps_up=False)
@@ -288,7 +286,7 @@ async def test_a_finished_ledger_is_archived_whole_and_deleted_with_its_job(
     await leader.write(120)
     await store.set_status(job, phase="succeeded")
     await archive_whole(bus, job, archive, least=1 << 30)
-    assert len(await bus.read(subjects.LEDGER, subjects.ledger(job))) > 1, "too little to be worth it"
+    assert len(await bus.read(subjects.LEDGER, subjects.ledger(job))) > 1, "too few bytes for a segment"
     for _ in range(2):
         await archive_whole(bus, job, archive, least=1)
         (last,) = await bus.read(subjects.LEDGER, subjects.ledger(job))
@@ -299,7 +297,7 @@ async def test_a_finished_ledger_is_archived_whole_and_deleted_with_its_job(
     assert not (tmp_path / "ledgers" / job).exists()
 
 
-async def test_a_ledger_that_others_filled_says_so(bus: Bus, archive: FileArchive) -> None:
+async def test_a_ledger_that_other_jobs_filled_is_reported(bus: Bus, archive: FileArchive) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=1 << 20)
     leader = Leader(bus, archive)
     await leader.load()

@@ -1,4 +1,4 @@
-"""A trainer that starts again: inputs that are gone, a data directory that moved, checkpoints that were damaged."""
+"""A trainer that restarts without its inputs, after a move of the data directory, or with damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ SPEC: dict[str, Any] = {
     "reward": {"scorers": [{"type": "exact"}]},
     "algorithm": {"group_size": 2},
     "sampling": {"max_new_tokens": 4},
-    "train": {"batch_size": 4, "max_updates": UPDATES, "max_lag": 1, "max_mismatch": None},  # log-probs are made up
+    "train": {
+        "batch_size": 4,
+        "max_updates": UPDATES,
+        "max_lag": 1,
+        "max_mismatch": None,
+    },  # the log-probs are invented
     "checkpoint": {"every": 100},
 }
 
@@ -89,7 +94,7 @@ async def until(holds: Callable[[], bool], *tasks: asyncio.Task[None]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_trainers_after_a_fork_go_on(bus: Bus, tmp_path: Path) -> None:
+async def test_training_continues_after_a_fork(bus: Bus, tmp_path: Path) -> None:
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
@@ -122,7 +127,7 @@ async def test_trainers_after_a_fork_go_on(bus: Bus, tmp_path: Path) -> None:
     assert sealed == [(1, 0), (2, 1), (3, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
-async def test_a_job_goes_back_to_a_checkpoint_by_request_and_ends_as_it_should(bus: Bus, tmp_path: Path) -> None:
+async def test_a_job_rolls_back_to_a_checkpoint_on_request_and_succeeds(bus: Bus, tmp_path: Path) -> None:
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
     store = JobStore(bus)
@@ -183,8 +188,8 @@ async def test_a_job_goes_on_after_its_data_directory_moved(
     assert (runner.run.path_of(state.checkpoint) / "COMMIT").exists()
 
 
-async def test_a_trainer_that_gets_other_bits_forks_before_it_shows_them(bus: Bus, tmp_path: Path) -> None:
-    """The successor's updates differ (another library, say): its digest is not that of the ledger."""
+async def test_a_trainer_with_different_weights_forks_before_it_announces_them(bus: Bus, tmp_path: Path) -> None:
+    """The new trainer computes other updates (with another library, say), so its digest is not the recorded one."""
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
@@ -203,11 +208,11 @@ async def test_a_trainer_that_gets_other_bits_forks_before_it_shows_them(bus: Bu
     [fork] = [event for event in events if isinstance(event, LineageForked)]
     assert (fork.from_batch, fork.version) == (1, 3), "version 3 is the first that has the new weights"
     assert "gave another weight digest than before" in fork.reason
-    assert {version: state.weights[version] for version in before} == before, "one number, one policy"
+    assert {version: state.weights[version] for version in before} == before, "each version number names one policy"
     assert (state.finished, state.updates) == ("succeeded", UPDATES)
 
 
-async def test_a_damaged_checkpoint_makes_way_for_the_one_before_it(bus: Bus, tmp_path: Path) -> None:
+async def test_a_trainer_falls_back_from_a_damaged_checkpoint_to_the_previous_one(bus: Bus, tmp_path: Path) -> None:
     spec = {**SPEC, "checkpoint": {"every": 2, "keep": 2}}
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
@@ -229,17 +234,17 @@ async def test_a_damaged_checkpoint_makes_way_for_the_one_before_it(bus: Bus, tm
         async with running(TrainerSession(bus, settings, JOB, JobConfig.parse(spec)).run()):
             await until(lambda: bool(state.finished), rollout)
     assert (state.finished, state.updates, state.rolled_back) == ("succeeded", UPDATES, ())
-    told = [msgspec.json.decode(m.data) for m in await bus.read(subjects.EVENTS, subjects.events(JOB))]
-    [event] = [one for one in told if f"goes on from checkpoint {before}:" in str(one)]
-    assert f"{weights} was changed" in str(event), "once: the next trainer finds one that was written anew"
+    rows = [msgspec.json.decode(m.data) for m in await bus.read(subjects.EVENTS, subjects.events(JOB))]
+    [event] = [one for one in rows if f"goes on from checkpoint {before}:" in str(one)]
+    assert f"{weights} was changed" in str(event), (
+        "one event: the next trainer finds a checkpoint that was written anew"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", [subjects.BATCHES, subjects.EXPERIENCE], ids=["the_batch", "its_groups"])
-async def test_a_sealed_batch_whose_messages_are_gone_does_not_wait_for_ever(
-    bus: Bus, tmp_path: Path, lost: str
-) -> None:
-    """The streams were cut off while no trainer was there."""
+async def test_a_sealed_batch_without_its_messages_does_not_block_the_job(bus: Bus, tmp_path: Path, lost: str) -> None:
+    """The messages were removed while no trainer ran."""
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)

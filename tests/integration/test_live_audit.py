@@ -1,4 +1,4 @@
-"""An audit over real streams of a serving job: each tampering makes the check for it fail."""
+"""An audit of a serving job on a real bus: the check for each kind of tampering fails on it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def promoted(reason: str, **figures: float) -> Promoted:
 
 
 def judged(canary: float) -> CanaryJudged:
-    """Record ten conversations of the version on trial, and ten with reward 1 of the other one."""
+    """Return ten judged conversations of the candidate, with reward ``canary``, and ten of the other arm, with 1."""
     rows = [
         Judged(f"conversation {arm}{n}", arm == "c", canary if arm == "c" else 1.0, [f"{arm}{n}"], ["k"], ["k"], ["u"])
         for arm in "cs"
@@ -77,7 +77,7 @@ def admitted(name: str) -> list[Event]:
 
 
 async def report_of(bus: Bus, config: OnlineJob, entries: list[list[Event]], directory: Path) -> dict[str, Any]:
-    """Audit the job with these entries after its first ones."""
+    """Return the audit report of a job whose ledger has these entries after its first ones."""
     record = await JobStore(bus).create(config)
     journal = Journal(bus, record.id)
     await journal.load()
@@ -124,7 +124,7 @@ async def test_an_audit_finds_answers_served_against_the_rules(case: str, bus: B
     assert flaw.startswith(f"{check}: {text}")
 
 
-async def test_an_audit_finds_an_admission_that_does_not_follow(bus: Bus, tmp_path: Path) -> None:
+async def test_an_audit_finds_an_admission_that_breaks_the_rules(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(live.CONFIG)
     job, subject = record.id, subjects.ledger(record.id)
     async with live.leader(bus, record, 1, tmp_path):

@@ -61,7 +61,7 @@ CONFIG = OnlineJob.parse(SPEC)
 
 @asynccontextmanager
 async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> AsyncIterator[JobRunner]:
-    """Lead until the end of the block kills the leader."""
+    """Lead the job; leaving the block kills the leader."""
     supply = LiveSupply(bus, record.id, CONFIG, epoch=epoch)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
     task = asyncio.create_task(runner.lead())
@@ -75,7 +75,7 @@ async def leader(bus: Bus, record: JobRecord, epoch: int, data_dir: Path) -> Asy
 
 @asynccontextmanager
 async def reader(bus: Bus, job: str, *, version: int) -> AsyncIterator[Engine]:
-    """Answer requests for tokens as a rollout worker does."""
+    """Tokenize posted texts on request, as a rollout worker does; yield the engine."""
     tokenizer = build_tokenizer(CONFIG.model)
     engine = await asyncio.to_thread(
         open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=version
@@ -91,7 +91,7 @@ async def reader(bus: Bus, job: str, *, version: int) -> AsyncIterator[Engine]:
 
 
 async def serve(bus: Bus, job: str, token_ids: list[int]) -> str:
-    """Record one answer."""
+    """Publish the record of one answer; return its id."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
@@ -109,7 +109,7 @@ async def post_feedback(bus: Bus, job: str, name: str, kind: Any, *, key: str = 
 
 
 async def report(bus: Bus, job: str, **fields: Any) -> None:
-    """Report like the trainer: repeat until the leader has the event."""
+    """Report like the trainer: repeat until the leader acknowledges."""
     data = pack(Report(epoch=1, **fields), job=job)
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -123,7 +123,9 @@ async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, Feedbac
     async with asyncio.timeout(DEADLINE_S):
         while True:
             messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-            found = {fate.feedback: fate for message in messages for fate in unpack(message.data, StatusBatch)[0].items}
+            found = {
+                status.feedback: status for message in messages for status in unpack(message.data, StatusBatch)[0].items
+            }
             if {name: found[name].status for name in wanted if name in found} == wanted:
                 return found
             await asyncio.sleep(0.05)
@@ -139,7 +141,7 @@ async def until_manifest(bus: Bus, job: str, number: int) -> BatchManifest:
 
 
 async def train(bus: Bus, learner: Learner, manifest: BatchManifest) -> str:
-    """Run one update from the log; return the digest of the weights."""
+    """Train one batch from the stored groups; return the digest of the weights."""
     positions = list(range(len(manifest.groups)))
     shard = await fetch_shard(bus, manifest, positions, max_lag=CONFIG.train.max_lag, decode=decoder_of(CONFIG))
     await asyncio.to_thread(learner.update, shard, update_index=manifest.update_index)
@@ -187,9 +189,9 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
         assert found["preference"].token_ids.tolist() == [20, 21, 22], "the better one first"
         first = await train(bus, learner, manifest)
         await report(bus, job, kind="trained", batch=1, revision=1, version=1, digest=first)
-        fates = await until_statuses(bus, job, corrected="trained", preferred="trained")
-        assert fates["corrected"].reason == "supervised: correction"
-        assert fates["preferred"].interactions == [good, bad]
+        statuses = await until_statuses(bus, job, corrected="trained", preferred="trained")
+        assert statuses["corrected"].reason == "supervised: correction"
+        assert statuses["preferred"].interactions == [good, bad]
         exact = await engine.score([10, 11, 30, 31])
         posted = {"prompt_token_ids": [10, 11], "token_ids": [30, 31], "policy_version": 1, "reward": 1.0}
         await post_feedback(
@@ -200,29 +202,29 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
                   "completion": {"role": "assistant", "content": "2"}, "reward": 0.5})  # fmt: skip
         await post_feedback(bus, job, "unread", "interaction", body={"messages": [{"role": "user", "content": "1+1"}],
                   "completion": {"role": "assistant", "content": "\u2713"}, "reward": 0.5})  # fmt: skip
-        fates = await until_statuses(bus, job, true="admitted", false="rejected", text="admitted", unread="rejected")
-        assert (fates["false"].reason, fates["unread"].reason) == ("logprobs_differ", "not_encodable")
+        statuses = await until_statuses(bus, job, true="admitted", false="rejected", text="admitted", unread="rejected")
+        assert (statuses["false"].reason, statuses["unread"].reason) == ("logprobs_differ", "not_encodable")
         await post_feedback(
             bus, job, "again", "interaction", key="liar", body=posted | {"logprobs": exact.logprobs[1:]}
         )
         async with asyncio.timeout(DEADLINE_S):
-            while len(runner.run.candidates) < 3:  # auxiliary groups join the batch if they are there by then
+            while len(runner.run.candidates) < 3:  # auxiliary groups join the batch if they have arrived by then
                 await asyncio.sleep(0.05)
         await post_feedback(bus, job, "liked", "metric", inference=good, metric="reward", value=-1.0)
         manifest = await until_manifest(bus, job, 2)
         assert sorted(group.objective for group in manifest.groups) == ["policy", "policy", "supervised", "supervised"]
         second = await train(bus, learner, manifest)
         await report(bus, job, kind="trained", batch=2, revision=1, version=2, digest=second)
-        fates = await until_statuses(bus, job, true="trained", text="trained", again="trained", liked="trained")
-        assert (fates["true"].reason, fates["again"].reason) == ("posted", "supervised: source_distrusted")
+        statuses = await until_statuses(bus, job, true="trained", text="trained", again="trained", liked="trained")
+        assert (statuses["true"].reason, statuses["again"].reason) == ("posted", "supervised: source_distrusted")
         asked = {"messages": [{"role": "user", "content": "1+1"}], "strength": 0.5}
         two, same = {"role": "assistant", "content": "2"}, {"content": "2"}
         await post_feedback(bus, job, "same", "preference", body=asked | {"answers": [two, same]})
         await post_feedback(bus, job, "texts", "preference", body=asked | {"answers": [two, {"content": "31"}]})
         tokens = {"prompt_token_ids": [10, 11], "answers": [{"content": "7"}, {"content": "8"}], "strength": 1.0}
         await post_feedback(bus, job, "tokens", "preference", body=tokens)
-        fates = await until_statuses(bus, job, same="rejected", texts="admitted", tokens="admitted")
-        assert fates["same"].reason == "same_answer"
+        statuses = await until_statuses(bus, job, same="rejected", texts="admitted", tokens="admitted")
+        assert statuses["same"].reason == "same_answer"
         manifest = await until_manifest(bus, job, 3)
         assert [(group.objective, group.rewards) for group in manifest.groups] == [
             ("preference", [0.5, 0.5]), ("preference", [1.0, 1.0]),
@@ -233,8 +235,8 @@ async def test_examples_are_trained_once_audited_and_repeated(bus: Bus, tmp_path
         ]  # fmt: skip
         third = await train(bus, learner, manifest)
         await report(bus, job, kind="trained", batch=3, revision=1, version=3, digest=third)
-        fates = await until_statuses(bus, job, texts="trained", tokens="trained")
-        assert fates["texts"].reason == "preference: texts"
+        statuses = await until_statuses(bus, job, texts="trained", tokens="trained")
+        assert statuses["texts"].reason == "preference: texts"
         known = set(runner.run.candidates)
         newer = posted | {"policy_version": 2, "logprobs": [-0.01, -0.01]}
         await post_feedback(bus, job, "newer", "interaction", key="trusted", body=newer)

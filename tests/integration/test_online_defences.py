@@ -51,10 +51,10 @@ async def test_a_flood_stays_within_its_share(bus: Bus, tmp_path: Path) -> None:
     job = record.id
     flood = [answer(job, "k0", "eve") for _ in range(FLOOD)]  # one user, who also judges answers to other users
     honest = [answer(job, f"k{n % KEYS}", f"user-{n}") for n in range(SIZE + KEYS)]
-    said = [verdict(one, one.key_id) for one in flood + honest] + [verdict(one, "k-of-eve") for one in honest]
+    feedback = [verdict(one, one.key_id) for one in flood + honest] + [verdict(one, "k-of-eve") for one in honest]
     records = [Outgoing(subjects.interaction(job, one.id), pack(one, job=job)) for one in flood + honest]
     await bus.publish_many(records)
-    await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=said), job=job))
+    await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=feedback), job=job))
     supply = LiveSupply(bus, job, config, epoch=1)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path, supply=supply)
     leading = asyncio.create_task(runner.lead())

@@ -1,4 +1,4 @@
-"""Deletion of a user's data while a leader admits it, on a real bus."""
+"""Deletion of a user's data while a leader admits the data, on a real bus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONFIG = OnlineJob.parse(
 
 
 async def serve(bus: Bus, job: str) -> str:
-    """Record one answer."""
+    """Publish the record of one answer; return its id."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
@@ -73,10 +73,10 @@ async def dropped(bus: Bus, job: str) -> list[Dropped]:
     return [event for entry in entries for event in decode_events(entry.data) if isinstance(event, Dropped)]
 
 
-async def test_what_is_admitted_around_a_deletion_is_not_trained(
+async def test_data_admitted_during_its_deletion_is_not_trained(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader has read the records before their deletion, and publishes the groups after it."""
+    """The leader reads the records before their deletion, and publishes the groups after it."""
     record = await JobStore(bus).create(CONFIG)
     job, supply = record.id, LiveSupply(bus, record.id, CONFIG, epoch=1)
     read, has_read, may_publish = supply._reader.by_seq, asyncio.Event(), asyncio.Event()
@@ -119,8 +119,8 @@ async def test_what_is_admitted_around_a_deletion_is_not_trained(
     assert [(one.reason, one.draws, one.redraw) for one in found] == [("erased", [Draw(0)], False)]
 
 
-async def test_a_new_leader_reads_deletions_below_its_mark(bus: Bus) -> None:
-    """The records still exist: one undecided, kept by its neighbours in the stream, and one that was admitted."""
+async def test_a_new_leader_reads_deletions_below_its_start_position(bus: Bus) -> None:
+    """The records still exist; one is undecided, and the other was admitted."""
     job = "job_x"
     waits, admitted = await serve(bus, job), await serve(bus, job)
     erasure = Erasure(user="u", interactions=[waits, admitted], feedback=[], time=0.0)

@@ -1,4 +1,4 @@
-"""The ledger has every decision on live items: a new leader folds it, and completes the feed from it. On a real bus."""
+"""The ledger has every decision on live items: a new leader folds it, and completes the feed of statuses from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def feed(bus: Bus) -> list[tuple[str, str]]:
     """Return the statuses in DECISIONS, in order."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
     batches = [unpack(one.data, StatusBatch)[0] for one in messages if decision_feed.ENTRY_HEADER in one.headers]
-    return [(fate.feedback, fate.status) for batch in batches for fate in batch.items]
+    return [(status.feedback, status.status) for batch in batches for status in batch.items]
 
 
 def rejected(name: str) -> FeedbackStatus:
@@ -61,7 +61,7 @@ def rejected(name: str) -> FeedbackStatus:
 
 
 async def test_items_rejected_for_space_stay_rejected(bus: Bus) -> None:
-    """The feed is gone, and a new leader knows the decision all the same."""
+    """The feed of statuses is lost; the new leader knows the decision from the ledger."""
     await post_feedback(bus, posted("a", time.time()), posted("b", time.time()))
     first, recorder = await leader(bus, 1)
     assert list(first.matching.examples.ready) == ["a", "b"]
@@ -73,11 +73,11 @@ async def test_items_rejected_for_space_stay_rejected(bus: Bus) -> None:
     await post_feedback(bus, posted("a", time.time()))
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
     await second._take_message(subjects.feedback(JOB), message)
-    assert list(second.matching.examples.ready) == ["b"], "nor when it is read once more"
+    assert list(second.matching.examples.ready) == ["b"], "also after it is read once more"
 
 
-async def test_a_decision_that_no_entry_has_was_not_made(bus: Bus) -> None:
-    """A leader that died first told nobody; another one decides by what it finds."""
+async def test_a_decision_without_a_ledger_entry_does_not_count(bus: Bus) -> None:
+    """A leader that dies before it writes an entry has published no status; the next leader decides anew."""
     await post_feedback(bus, posted("a", time.time()))
     first, _ = await leader(bus, 1)
     first._note(first.matching.reject(["a"], "feedback_full", time.time()))
@@ -92,7 +92,7 @@ async def test_a_decision_that_no_entry_has_was_not_made(bus: Bus) -> None:
 async def test_a_new_leader_completes_the_feed(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, left: str, with_snapshot: bool
 ) -> None:
-    """An earlier one died between an entry and its statuses, or within them; or the feed was lost."""
+    """The earlier leader died between an entry and its statuses, or within them, or the feed was lost."""
     monkeypatch.setattr(decision_feed, "MAX_STATUSES", 2)
     await leader(bus, 1)
     journal, names = Journal(bus, JOB), [f"f{number}" for number in range(12)]
@@ -114,7 +114,7 @@ async def test_a_new_leader_completes_the_feed(
     await leader(bus, 2)
     found = [name for name, _ in await feed(bus)]
     assert list(dict.fromkeys(found)) == names, "in the order of the ledger, without a gap"
-    assert len(found) <= len(names) + 2, "no more than what had begun twice"
+    assert len(found) <= len(names) + 2, "only statuses of an unfinished entry are published twice"
 
 
 async def test_a_full_feed_loses_nothing(bus: Bus) -> None:
@@ -145,7 +145,7 @@ async def test_a_full_feed_loses_nothing(bus: Bus) -> None:
 
 
 async def test_a_ledger_without_live_decisions_goes_on(bus: Bus) -> None:
-    """Earlier versions recorded only admissions, and their feeds name no entry: nothing of it is repeated."""
+    """Ledgers of earlier versions contain only admissions, and their feeds name no entry: no status is repeated."""
     drawn = Drawn(writer_epoch=1, time=0.0, start=0, stop=1, min_version=0, deadline=9.0)
     await leader(bus, 1)
     await bus.publish(subjects.ledger(JOB), encode_events([drawn]))

@@ -1,4 +1,4 @@
-"""Live data on a real bus becomes batches, each item once, across a crash of the leader."""
+"""Live data on a real bus becomes batches; each item counts once, also after a crash of the leader."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CONFIG = OnlineJob.parse(
 async def leader(
     bus: Bus, record: JobRecord, epoch: int, data_dir: Path, config: OnlineJob = CONFIG
 ) -> AsyncIterator[JobRunner]:
-    """Lead until the end of the block kills the leader."""
+    """Lead the job; leaving the block kills the leader."""
     supply = LiveSupply(bus, record.id, config, epoch=epoch)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply)
     task = asyncio.create_task(runner.lead())
@@ -82,7 +82,7 @@ async def leader(
 
 
 async def serve(bus: Bus, job: str, *, version: int = 0, prompt: str = "") -> str:
-    """Record one answer."""
+    """Publish the record of one answer; return its id."""
     name, now = new_marked_id(job), time.time()
     record = Interaction(
         id=name, request=name, index=0, job=job, episode=new_marked_id(job), alone=True, key_id="k", user="u",
@@ -95,7 +95,7 @@ async def serve(bus: Bus, job: str, *, version: int = 0, prompt: str = "") -> st
 
 
 async def post_feedback(bus: Bus, job: str, *items: tuple[str, str, float]) -> None:
-    """Publish one message of (feedback id, interaction, reward)."""
+    """Publish one message with items of (feedback id, interaction, reward)."""
     now = time.time()
     batch = FeedbackBatch(
         items=[
@@ -109,7 +109,7 @@ async def post_feedback(bus: Bus, job: str, *items: tuple[str, str, float]) -> N
 
 
 async def report(bus: Bus, job: str, **fields: Any) -> None:
-    """Report like the trainer: repeat until the leader has the event."""
+    """Report like the trainer: repeat until the leader acknowledges."""
     data = pack(Report(epoch=1, **fields), job=job)
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -122,7 +122,7 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
 async def statuses(bus: Bus, job: str) -> dict[str, FeedbackStatus]:
     """Return the newest status of each item."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-    return {fate.feedback: fate for message in messages for fate in unpack(message.data, StatusBatch)[0].items}
+    return {status.feedback: status for message in messages for status in unpack(message.data, StatusBatch)[0].items}
 
 
 async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, FeedbackStatus]:
@@ -161,7 +161,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         await post_feedback(bus, job, ("a", first, 1.0), ("b", second, -1.0), ("a", first, 1.0))
         sealed = await until_sealed(bus, job, 1)
         assert sorted(group.rewards for group in sealed.groups) == [[-1.0], [1.0]]
-        assert {name: fate.status for name, fate in (await statuses(bus, job)).items()} == {
+        assert {name: status.status for name, status in (await statuses(bus, job)).items()} == {
             "a": "admitted",
             "b": "admitted",
         }
@@ -182,8 +182,8 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         assert found["late"].reason == "late_after_training"
         assert "lost" not in found, "its interaction may still arrive"
         messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-        told = [one for message in messages for one in unpack(message.data, StatusBatch)[0].interactions]
-        ends = {one.interaction: (one.status, one.batch, one.version) for one in told}
+        interactions = [one for message in messages for one in unpack(message.data, StatusBatch)[0].interactions]
+        ends = {one.interaction: (one.status, one.batch, one.version) for one in interactions}
         assert ends == {
             first: ("trained", 1, 1), second: ("trained", 1, 1),
             third: ("admitted", 0, 0), fourth: ("admitted", 0, 0),
@@ -195,8 +195,10 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
             while await bus.last(subjects.INTERACTIONS, subjects.interaction(job, second)) is not None:
                 await asyncio.sleep(0.05)
         assert await bus.last(subjects.INTERACTIONS, subjects.interaction(job, third)) is not None, "not trained yet"
-        said = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
-        assert next(item.id for m in said for item in unpack(m.data, FeedbackBatch)[0].items) == "lost", "undecided"
+        left_messages = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
+        assert next(item.id for m in left_messages for item in unpack(m.data, FeedbackBatch)[0].items) == "lost", (
+            "undecided"
+        )
 
     entries = await ledger(bus, job)
     audit = audit_ledger(entries, CONFIG)
@@ -239,7 +241,7 @@ async def test_an_undeclared_reward_is_trained_and_audited(bus: Bus, tmp_path: P
 async def test_a_wrong_clock_of_the_coordinator_decides_nothing(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
-    """A clock one hour ahead once made all feedback late and every draw overdue, without a message."""
+    """Earlier, a clock one hour ahead made all feedback late and every draw overdue, without a message."""
     online = {"max_wait_s": 3600, "idle_ttl_s": 1800, "match_ttl_s": 1800}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(online)})
     record = await JobStore(bus).create(config)
@@ -273,7 +275,7 @@ async def test_a_record_in_parts_is_admitted(bus: Bus, tmp_path: Path) -> None:
     assert [int(message.headers.get(PARTS, 0)) for message in messages] == [2, 0]
 
 
-async def test_one_verdict_alone_says_that_it_waits_for_another(bus: Bus, tmp_path: Path) -> None:
+async def test_a_lone_example_is_reported_as_waiting_for_another(bus: Bus, tmp_path: Path) -> None:
     record = await JobStore(bus).create(CONFIG)
     async with leader(bus, record, 1, tmp_path) as runner:
         await report(bus, record.id, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
@@ -320,7 +322,7 @@ async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_relea
 
 
 async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages that no leader had read, and statuses that none had published, are settled, too."""
+    """Messages that no leader has read, and statuses that no leader has published, are settled at the end, too."""
     store = JobStore(bus)
     record = await store.create(CONFIG)
     job, names = record.id, [new_marked_id(record.id) for _ in range(3)]
@@ -354,8 +356,8 @@ async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, mo
             while (await store.get(job)).status.phase != "cancelled":
                 await asyncio.sleep(0.05)
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-    told = [one for message in messages for one in unpack(message.data, StatusBatch)[0].interactions]
-    assert {(one.interaction, one.status, one.reason) for one in told} == {(answer, "rejected", "job_ended")}
+    interactions = [one for message in messages for one in unpack(message.data, StatusBatch)[0].interactions]
+    assert {(one.interaction, one.status, one.reason) for one in interactions} == {(answer, "rejected", "job_ended")}
 
 
 async def test_decided_feedback_is_purged_without_a_checkpoint(
@@ -378,7 +380,7 @@ async def test_decided_feedback_is_purged_without_a_checkpoint(
 
 
 async def test_admitted_examples_stay_until_their_draw_ends(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The body of an example lies nowhere else, and a later leader may have to make its group."""
+    """Only FEEDBACK contains the body of an example, and a later leader may have to create its group."""
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
     for name in ("done", "material"):
         await post_feedback(bus, "job_x", (name, new_marked_id("job_x"), 1.0))
@@ -396,7 +398,7 @@ async def test_admitted_examples_stay_until_their_draw_ends(bus: Bus, monkeypatc
 
 
 async def test_interactions_of_repeatable_batches_stay(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While newer versions than the served one are refused, a trainer begins at a checkpoint before the newest one."""
+    """While versions after the served one are refused, a trainer may start from a checkpoint before the newest one."""
     monkeypatch.setattr(supply_module, "FULL_SHARE", -1.0)
     names = [await serve(bus, "job_x") for _ in range(3)]
     checkpoints = {
@@ -420,8 +422,8 @@ async def test_interactions_of_repeatable_batches_stay(bus: Bus, monkeypatch: py
         assert [unpack(message.data, Interaction)[0].id for message in messages] == left
 
 
-async def test_facts_that_arrive_during_recovery_are_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Feedback and deletions share a stream; the leader reads one after the other."""
+async def test_messages_that_arrive_during_recovery_are_read(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Feedback and deletions share a stream; the leader reads first one subject and then the other."""
     supply = LiveSupply(bus, "job_x", CONFIG, epoch=1)
     await post_feedback(bus, "job_x", ("early", new_marked_id("job_x"), 1.0))
     take_all = supply._take_all
@@ -435,18 +437,18 @@ async def test_facts_that_arrive_during_recovery_are_read(bus: Bus, monkeypatch:
 
     monkeypatch.setattr(supply, "_take_all", slow)
     await supply.recover(LedgerState())
-    facts: asyncio.Queue[Any] = asyncio.Queue()
-    following = asyncio.create_task(supply.follow(facts.put))
+    tasks: asyncio.Queue[Any] = asyncio.Queue()
+    following = asyncio.create_task(supply.follow(tasks.put))
     try:
         async with asyncio.timeout(DEADLINE_S):
             while len(supply.matching.unmatched) < 2:
-                await (await facts.get())()
+                await (await tasks.get())()
     finally:
         following.cancel()
 
 
 async def test_the_lease_is_renewed_during_recovery(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tasks run between any two messages, however many the bus delivers at once."""
+    """Other tasks run between any two messages, even if the bus delivers many at once."""
     quarantine = {"max_wait_s": 3600, "quarantine": {}}
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_validate(quarantine)})
     for _ in range(60):
@@ -490,12 +492,12 @@ async def test_held_items_are_rejected_for_space(bus: Bus, monkeypatch: pytest.M
     await supply._free_stream_space()
     await recorder.record()
     assert supply.quarantine.num_held == 0
-    told = (await statuses(bus, job))[odd]
-    assert (told.status, told.reason) == ("rejected", "quarantine_full")
+    status = (await statuses(bus, job))[odd]
+    assert (status.status, status.reason) == ("rejected", "quarantine_full")
 
 
 @pytest.mark.parametrize(("consent", "reason"), [("opt_out", "opted_out"), ("opt_in", "no_consent")])
-async def test_objections_are_read_before_the_first_decision(bus: Bus, consent: Any, reason: str) -> None:
+async def test_consent_is_read_before_the_first_decision(bus: Bus, consent: Any, reason: str) -> None:
     if consent == "opt_out":
         await Consents(bus).say("u", train=False)
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_copy(update={"consent": consent})})

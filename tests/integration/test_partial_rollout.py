@@ -1,4 +1,4 @@
-"""A worker dies or leaves in the middle of a group, and another one goes on with its tokens."""
+"""A worker dies or leaves during a group, and another worker continues with its tokens."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SPEC: dict[str, Any] = {
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceSettings]:
-    """A lease of a second, and a drain that lets groups end for 0.1 s."""
+    """Settings with a lease of one second, and a drain that waits 0.1 s for groups to end."""
     monkeypatch.setattr(session, "GRACE_S", 0.1)
     monkeypatch.setattr(tickets, "ACK_WAIT_S", 1.0)
     (tmp_path / "shm").mkdir()
@@ -64,7 +64,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Servic
 
 
 class Job:
-    """The job's trainer and scorer, and its rollout workers."""
+    """Plays trainer and scorer of a job, and starts its rollout workers."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, config: JobConfig) -> None:
         self.bus, self.settings, self.config = bus, settings, config
@@ -73,7 +73,7 @@ class Job:
         self.digest = ""
 
     async def publish(self, version: int) -> str:
-        """Announce other weights; returns their digest."""
+        """Publish the weights of a version, different from all others; return their digest."""
         with torch.no_grad():
             tensors = {name: tensor * (1 + version / 10) for name, tensor in self.model.named_parameters()}
         manifest = self.publisher.publish(tensors.items(), version=version, epoch=1)
@@ -81,7 +81,7 @@ class Job:
         return manifest.digest
 
     async def ask(self, ordinal: int = 0, *, min_version: int = 0) -> None:
-        """Request a draw."""
+        """Publish a ticket for a draw."""
         ticket = Ticket(draw=Draw(ordinal), min_version=min_version, deadline=0.0, deadline_s=120.0, epoch=1)
         await self.bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
 
@@ -92,7 +92,7 @@ class Job:
 
     @asynccontextmanager
     async def worker(self, name: str) -> AsyncIterator[Worker]:
-        """A rollout worker, which dies at the end of the block: its tickets are not given back."""
+        """Run a rollout worker; leaving the block kills it, and it gives back no tickets."""
         settings = self.settings.model_copy(update={"worker_id": name})
         worker = Worker(RolloutSession(self.bus, settings, JOB, self.config))
         try:
@@ -102,7 +102,7 @@ class Job:
             await asyncio.gather(worker.task, return_exceptions=True)
 
     async def saved(self) -> dict[int, Sample]:
-        """Completions in progress of draw 0."""
+        """Return the saved partial completions of draw 0."""
         found = {}
         for message in await self.bus.read(subjects.PARTIAL, subjects.partials(JOB)):
             recipe = decode_frame(message.data)["recipe"]
@@ -110,7 +110,7 @@ class Job:
         return found
 
     async def until_saved(self, num_tokens: int) -> dict[int, Sample]:
-        """Wait until each completion has been saved with some tokens."""
+        """Wait until ``num_tokens`` tokens of each completion are saved; return the saved completions."""
 
         async def there() -> bool:
             saved = await self.saved()
@@ -120,7 +120,7 @@ class Job:
         return await self.saved()
 
     async def group(self) -> Group:
-        """The one group, whole and of all tokens."""
+        """Wait for the job's only group, and return it after a check that it is complete."""
 
         async def there() -> bool:
             return bool(await self.bus.subject_counts(subjects.EXPERIENCE, subjects.experience(JOB)))
@@ -136,7 +136,7 @@ class Job:
 
 
 class Worker:
-    """One rollout worker."""
+    """A rollout worker, running in a task."""
 
     def __init__(self, session: RolloutSession) -> None:
         self.session = session
@@ -148,7 +148,7 @@ class Worker:
         return self.session._engine
 
     async def until_tokens(self, num: int) -> None:
-        """Wait until its engine has generated some tokens."""
+        """Wait until the worker's engine has generated ``num`` tokens."""
 
         async def there() -> bool:
             assert not self.task.done(), self.task.exception()
@@ -157,7 +157,7 @@ class Worker:
         await until(there)
 
     async def leave(self) -> None:
-        """Drain, as after SIGTERM."""
+        """Drain the worker, as after SIGTERM, and wait for its end."""
         self.session.drain()
         await asyncio.wait_for(asyncio.shield(self.task), 60)
 
@@ -183,7 +183,7 @@ async def running(bus: Bus, settings: ServiceSettings, **changes: Any) -> AsyncI
 
 
 def check_beginning(group: Group, begun: dict[int, Sample]) -> int:
-    """The group's completions begin with these samples; returns the number of their tokens."""
+    """Check that the group's completions begin with the saved samples; return the number of saved tokens."""
     for place, sample in begun.items():
         start = int(group.cu_seqlens[place])
         stop = start + len(sample.token_ids)
@@ -193,7 +193,7 @@ def check_beginning(group: Group, begun: dict[int, Sample]) -> int:
 
 
 async def alone(bus: Bus, job: Job) -> Group:
-    """The group of draw 0 from a worker that nobody interrupts; removed from the stream."""
+    """Return the group of draw 0 by a worker that nothing interrupts, and remove it from the stream."""
     await job.ask()
     async with job.worker("alone") as worker:
         await worker.until_tokens(SIZE * LENGTH)
@@ -250,7 +250,7 @@ async def test_no_token_of_a_worker_that_leaves_is_lost(bus: Bus, settings: Serv
 
 @asynccontextmanager
 async def led(job: Job, spec: dict[str, Any]) -> AsyncIterator[None]:
-    """The job's leader, which requests the first group."""
+    """Run the job's leader, which requests the first group."""
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
     await job.bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
     runner = JobRunner(job.bus, JobStore(job.bus), Members(), record, epoch=1, data_dir=job.settings.data_dir)
@@ -275,7 +275,7 @@ async def led(job: Job, spec: dict[str, Any]) -> AsyncIterator[None]:
 async def test_a_group_moves_more_often_than_a_ticket_may_fail(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machines that may be taken away: a long group moves often, and none of its tokens is generated twice."""
+    """On preemptible machines a long group moves often; no token of it is generated twice."""
     monkeypatch.setattr(tickets, "MAX_DELIVER", 2)
     train = {**SPEC["train"], "max_lag": 0}
     done = 0
@@ -315,8 +315,8 @@ async def test_a_group_that_ends_in_time_stays(
 
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["keep", "restart"])
-async def test_new_weights_meanwhile(bus: Bus, settings: ServiceSettings, rule: str) -> None:
-    """Tokens of two versions, or of the new one alone if the job says that old ones are never kept."""
+async def test_a_new_version_continues_or_restarts_a_group(bus: Bus, settings: ServiceSettings, rule: str) -> None:
+    """The group has tokens of both versions, or, with ``on_update: restart``, of the new one alone."""
     async with running(bus, settings, rollout={"checkpoint_s": 0.05, "on_update": rule}) as job:
         await job.ask()
         async with job.worker("first"):
@@ -358,7 +358,7 @@ async def test_tokens_that_the_gate_would_refuse_are_not_continued(bus: Bus, set
 async def test_a_ticket_that_waits_for_new_weights_does_not_hold_a_worker_that_leaves(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where groups cannot move: there is no token to lose."""
+    """This holds even if groups cannot move, because there are no tokens to lose."""
     async with running(bus, settings, rollout={"checkpoint_s": 0, "on_update": "restart"}) as job:
         await job.ask()
         async with job.worker("first") as first:

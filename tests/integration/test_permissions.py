@@ -1,4 +1,4 @@
-"""The users of NATS: what each service may say and hear, enforced by a real server."""
+"""The users of NATS: the subjects that each service may publish and read, enforced by a real server."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from penstock.shared.transport.streams import STREAMS
 PASSWORDS = {role: f"secret-of-{role}" for role in ROLES}
 WORKERS = ("rollout", "env", "reward", "trainer")
 QUICK_S = 0.6
-"""A refused message is never acknowledged."""
+"""Time to wait for an acknowledgement, which a refused message never gets."""
 SIZES = {"experience_bytes": 8 << 20, "stream_bytes": 4 << 20}
 
 
 @pytest.fixture
 def locked(store_dir: Path) -> Iterator[NatsServer]:
-    """A server with a user for each role."""
+    """A NATS server with a user for each role."""
     with NatsServer(store_dir / "nats", passwords=PASSWORDS) as server:
         yield server
 
 
 @pytest.fixture
 async def users(locked: NatsServer) -> AsyncIterator[dict[str, Bus]]:
-    """A connection of each role; all streams exist."""
+    """Connections of all roles by name; all streams exist."""
     async with AsyncExitStack() as stack:
         found = {
             role: await stack.enter_async_context(await Bus.connect(locked.url_of(role), name=role)) for role in ROLES
@@ -45,7 +45,7 @@ async def users(locked: NatsServer) -> AsyncIterator[dict[str, Bus]]:
 
 
 async def stored(bus: Bus, subject: str) -> bool:
-    """True if NATS acknowledges a message."""
+    """Return True if NATS acknowledges a message on a subject."""
     try:
         await bus.publish(subject, b"x", deadline_s=QUICK_S)
     except Unavailable:
@@ -60,7 +60,7 @@ async def test_without_a_password_nobody_connects(locked: NatsServer) -> None:
         await Bus.connect(locked.url.replace("://", "://coordinator:guess@"), name="stranger")
 
 
-async def test_each_role_stores_only_what_is_its_own(users: dict[str, Bus]) -> None:
+async def test_each_role_stores_only_its_own_kinds_of_data(users: dict[str, Bus]) -> None:
     own = {
         "coordinator": {
             subjects.ledger("j"),
@@ -91,7 +91,7 @@ async def test_each_role_stores_only_what_is_its_own(users: dict[str, Bus]) -> N
     assert all(await asyncio.gather(*(stored(users["coordinator"], subject) for subject in sorted(own["coordinator"]))))
 
 
-async def test_a_worker_cannot_read_keys_or_what_people_said(users: dict[str, Bus]) -> None:
+async def test_a_worker_cannot_read_keys_or_feedback(users: dict[str, Bus]) -> None:
     await users["coordinator"].publish("$KV.keys.k", b"digest")
     await users["coordinator"].publish(subjects.feedback("j"), b"private")
 
@@ -126,16 +126,16 @@ async def test_only_rollout_workers_read_completions_in_progress(users: dict[str
 
 
 async def test_answers_reach_their_own_role_alone(users: dict[str, Bus]) -> None:
-    heard: list[str] = []
+    received: list[str] = []
     for role in WORKERS:
-        await users[role].subscribe("_INBOX.coordinator.>", lambda subject, _: heard.append(subject))
-        await users[role].subscribe(subjects.command("j"), lambda subject, _: heard.append(subject))
+        await users[role].subscribe("_INBOX.coordinator.>", lambda subject, _: received.append(subject))
+        await users[role].subscribe(subjects.command("j"), lambda subject, _: received.append(subject))
     async with await users["trainer"].serve(subjects.command("j"), answer):
         assert await users["coordinator"].request(subjects.command("j"), b"go", deadline_s=5) == b"done"
-    assert heard == [subjects.command("j")], "only the trainer may hear commands"
+    assert received == [subjects.command("j")], "only the trainer may receive commands"
 
 
-async def test_each_role_asks_what_it_has_to(users: dict[str, Bus]) -> None:
+async def test_each_role_can_send_its_requests(users: dict[str, Bus]) -> None:
     asked = {
         "report": (subjects.report("j"), "coordinator", ["trainer", "rollout"]),
         "evaluation": (subjects.evaluation("j"), "coordinator", ["rollout"]),
@@ -157,8 +157,8 @@ async def answer(_: bytes) -> bytes:
     return b"done"
 
 
-async def test_a_request_cannot_borrow_the_hand_of_its_server(users: dict[str, Bus]) -> None:
-    """The coordinator answers a request whose answer should go to LEDGER: nothing is stored."""
+async def test_a_reply_address_cannot_make_the_server_write_to_a_stream(users: dict[str, Bus]) -> None:
+    """A request names LEDGER, which the coordinator may write, as its reply address; the coordinator stores nothing."""
     async with await users["coordinator"].serve(subjects.report("j"), answer):
         rollout = users["rollout"]
         await rollout._connection.send(subjects.report("j"), b"", reply=subjects.ledger("j"))
@@ -178,7 +178,7 @@ def test_only_the_operator_may_do_everything() -> None:
 
 
 def test_the_users_of_the_containers_are_those_of_the_code() -> None:
-    """``deploy/nats-users.conf`` comes from the table: python -m penstock.shared.protocol.permissions > FILE."""
+    """To update the file, run: python -m penstock.shared.protocol.permissions > deploy/nats-users.conf."""
     file = Path(__file__).parents[2] / "deploy" / "nats-users.conf"
     assert file.read_text() == nats_users({role: f"$PENSTOCK_NATS_{role.upper()}" for role in ROLES})
 
@@ -210,7 +210,7 @@ def test_the_coordinator_may_store_in_every_stream() -> None:
 
 @pytest.mark.parametrize("role", ["coordinator", *WORKERS])
 def test_a_role_may_use_the_subjects_that_its_code_names(role: str) -> None:
-    """A subject that a service gains and its user does not would fail in locked deployments alone."""
+    """A subject that is missing in a user's permissions would fail only in deployments with passwords."""
     files = (Path(__file__).parents[2] / "services" / role).rglob("*.py")
     named = {name for file in files for name in re.findall(r"\bsubjects\.([A-Za-z_]+)", file.read_text())}
     allowed = permissions(role)
@@ -236,7 +236,7 @@ def test_a_role_may_use_the_subjects_that_its_code_names(role: str) -> None:
 
 
 def covers(pattern: str, subject: str) -> bool:
-    """True if a subject with wildcards holds another subject, which may be one with wildcards, too."""
+    """Return True if a pattern covers another subject, which may have wildcards, too."""
     parts, words = pattern.split("."), subject.split(".")
     if parts[-1] == ">":
         return len(words) >= len(parts) and covers(

@@ -1,4 +1,4 @@
-"""A worker's engine follows the versions that a trainer announces, and lets go of them with the job."""
+"""A worker's engine follows the versions that a trainer announces, and releases them when the job ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MODEL = ModelConfig.model_validate(
 
 
 class Trainer:
-    """Publishes the weights of a seed under any version and epoch."""
+    """Trainer that publishes the weights of a seed under any version and epoch."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, names: dict[str, Tensor]) -> None:
         self.bus, self.settings, self.names = bus, settings, names
@@ -102,7 +102,7 @@ async def following(
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """A collection may come late; the memory must be free without it."""
+    """Run without garbage collection: memory must be freed without it."""
     gc.collect()
     gc.disable()
     yield
@@ -110,7 +110,7 @@ def no_collector() -> Iterator[None]:
 
 
 def mapped(settings: ServiceSettings) -> list[str]:
-    """Slots that this process maps or has open, those whose files are deleted as well."""
+    """Return the slots that this process maps or has open, also those whose files are deleted."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return [line for line in maps + files if str(settings.shm_dir) in line]
@@ -122,7 +122,7 @@ async def reach(follower: PolicyFollower, version: int, epoch: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_the_version_of_a_replaced_trainer_is_not_even_tried(
+async def test_a_version_of_a_fenced_trainer_is_not_staged(
     bus: Bus, settings: ServiceSettings, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The follower refuses a late manifest of a fenced trainer by its epoch, though its version is higher."""
@@ -139,7 +139,7 @@ async def test_the_version_of_a_replaced_trainer_is_not_even_tried(
 
 
 class Aborted:
-    """Stands in for the engine of a rule: records what is to be aborted."""
+    """Engine for a commit rule that records the requests to abort."""
 
     def __init__(self) -> None:
         self.calls: list[set[str]] = []
@@ -191,8 +191,8 @@ async def test_weights_come_by_the_transport_that_the_coordinator_chose(bus: Bus
     served = settings.model_copy(update={"bulk_host": "127.0.0.1"})
     async with following(bus, served) as (follower, trainer):
         members, clock = Members(), time.monotonic()
-        told = {"trainer": {"transports": ["shm", "tcp"]}, "rollout": follower.status()}
-        for service, row in told.items():
+        statuses = {"trainer": {"transports": ["shm", "tcp"]}, "rollout": follower.status()}
+        for service, row in statuses.items():
             members.on_heartbeat(
                 Heartbeat(
                     service=service, worker=served.worker_id, host=service, pid=1, started=0.0, interval_s=60.0,
@@ -237,7 +237,7 @@ async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, se
         assert (follower.version, follower.way) == (-1, None), "nothing is staged meanwhile"
         ended.set()
         await asyncio.wait_for(follower.first(), 60)
-        assert follower.version == 2, "the one that was replaced meanwhile is not loaded"
+        assert follower.version == 2, "the version that was replaced meanwhile is not loaded"
         await trainer.show(3, epoch=1)
         await reach(follower, 3, 1)
     assert blocks == 2
@@ -246,7 +246,7 @@ async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, se
 async def test_weights_come_from_the_trainers_gpu(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The GPU is a file here; the engine serves the copy, also once the trainer ended."""
+    """A file stands for the GPU's memory; the engine keeps its copy after the trainer has ended."""
     tmp_path.joinpath("device").mkdir()
     memory = FileMemory(tmp_path / "device")
     monkeypatch.setattr("penstock.services.rollout.policy.device_memory", lambda settings: memory)
@@ -264,7 +264,7 @@ async def test_weights_come_from_the_trainers_gpu(
 
 @pytest.mark.usefixtures("no_collector")
 async def test_no_slot_stays_mapped_once_a_worker_stops(bus: Bus, settings: ServiceSettings) -> None:
-    """The follower and its engine are still referred to here, as by a cycle that nobody has collected yet."""
+    """The test still refers to the follower and its engine, as an uncollected reference cycle would."""
     async with following(bus, settings) as (follower, trainer):
         for version in range(3):
             await trainer.show(version, epoch=1)
@@ -274,8 +274,8 @@ async def test_no_slot_stays_mapped_once_a_worker_stops(bus: Bus, settings: Serv
     assert not mapped(settings)
 
 
-async def test_a_version_staged_too_late_is_let_go(bus: Bus, settings: ServiceSettings) -> None:
-    """A thread that verifies a version cannot be cancelled: the lock that it takes would stay to the process's end."""
+async def test_a_version_staged_too_late_is_released(bus: Bus, settings: ServiceSettings) -> None:
+    """The thread that verifies a version cannot be cancelled, so it must release its lock when it is done."""
     begun, goes_on, staged = threading.Event(), threading.Event(), threading.Event()
     async with following(bus, settings) as (follower, trainer):
         stage = follower._receiver.stage
@@ -320,7 +320,7 @@ async def keep(bus: Bus, phase: str) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("no_collector")
 async def test_a_finished_job_leaves_no_slot_mapped_in_its_worker(bus: Bus, settings: ServiceSettings) -> None:
-    """Five short jobs took a worker from 266 MiB to 3.0 GiB, most of it slots that had no name any more."""
+    """Earlier, five short jobs took a worker from 266 MiB to 3.0 GiB, mostly in slots without a file name."""
     engine = open_engine(MODEL, build_tokenizer(MODEL), max_running=2, seed=0, device="cpu")
     names = {name: tensor.detach().clone() for name, tensor in engine._policy_parameters().items()}  # type: ignore[attr-defined]
     await engine.close()

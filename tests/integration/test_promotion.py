@@ -1,6 +1,6 @@
-"""A refused version is measured and never served; training goes back; whatever restarts, what is served can be had.
+"""A refused version is measured and never served, training goes back, and the served version survives all restarts.
 
-Leader, trainer and rollout worker are real, over one bus. The test answers as an agent, and scores held-out prompts.
+Leader, trainer and rollout worker are real, on one bus. The test posts an agent's answers, and scores held-out prompts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ CONFIG = OnlineJob.parse(
 
 @dataclass
 class Job:
-    """The running job, and what its rollout worker has served."""
+    """The running job, and the versions that its rollout worker has served."""
 
     bus: Bus
     id: str
@@ -89,7 +89,7 @@ class Job:
         return pack(reply, job=self.id)
 
     async def answer(self, version: int) -> None:
-        """Two answers of a version, one good, one bad: a batch."""
+        """Publish a batch of two answers of a version, one with reward 1 and one with -1."""
         now = time.time()
         names = [new_marked_id(self.id) for _ in range(2)]
         for name in names:
@@ -110,20 +110,20 @@ class Job:
         await self.bus.publish(subjects.feedback(self.id), pack(FeedbackBatch(items=items), job=self.id))
 
     async def manifest(self) -> WeightManifest:
-        """Manifest that engines are told to serve."""
+        """Return the manifest of the version that engines are to serve."""
         entry = await self.bus.kv(subjects.MANIFESTS).get(self.id)
         assert entry is not None
         assert entry.value is not None
         return unpack(entry.value, WeightManifest)[0]
 
-    async def until_told(self, version: int) -> WeightManifest:
+    async def until_announced(self, version: int) -> WeightManifest:
         async with asyncio.timeout(60):
             while (found := await self.manifest()).version != version:
                 await asyncio.sleep(0.02)
             return found
 
-    async def until_told_again(self, before: WeightManifest) -> None:
-        """The same version can be had from another trainer."""
+    async def until_announced_again(self, before: WeightManifest) -> None:
+        """Wait until another trainer publishes the same version, and check that it can be staged."""
         async with asyncio.timeout(60):
             while (found := await self.manifest()).epoch == before.epoch:
                 await asyncio.sleep(0.02)
@@ -142,7 +142,7 @@ class Job:
 
 
 async def until_gone(bus: Bus, seq: int) -> None:
-    """A ticket of a version that was left behind holds nobody up."""
+    """Wait until the ticket at ``seq``, for a version that training left behind, is removed."""
     async with asyncio.timeout(60):
         with contextlib.suppress(NotFound):
             while True:
@@ -151,7 +151,7 @@ async def until_gone(bus: Bus, seq: int) -> None:
 
 
 def lose_slots(directory: Path) -> None:
-    """As after a reboot of the trainer's host."""
+    """Remove all weight slots, as a reboot of the trainer's host does."""
     for slot in directory.glob("penstock-weights-*"):
         slot.unlink()
 
@@ -181,7 +181,7 @@ async def running_job(bus: Bus, directory: Path) -> AsyncIterator[Job]:
 
 
 async def test_no_evaluation_begins_while_training_is_to_go_back(bus: Bus, tmp_path: Path) -> None:
-    """An evaluation would hold the version that is about to be left behind, and its tickets would come too late."""
+    """An evaluation would need the version that training is about to leave behind, and its tickets would be late."""
     record = await JobStore(bus).create(CONFIG)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
     runner.run = JobRun(CONFIG, LedgerState(started=True), num_ordinals=None, writer_epoch=1)
@@ -204,7 +204,7 @@ async def test_a_refused_version_is_never_served_and_training_goes_back(bus: Bus
         assert gate is not None
         async with job.trainer():
             await job.until(lambda: state.promoted is not None and bool(state.promoted.figures))
-            first = await job.until_told(0)
+            first = await job.until_announced(0)
             job.worth = 0.0
             await job.answer(version=0)
             await job.until(lambda: state.num_refused == 1)
@@ -214,10 +214,10 @@ async def test_a_refused_version_is_never_served_and_training_goes_back(bus: Bus
 
         lose_slots(tmp_path)
         async with job.trainer():
-            await job.until_told_again(first)
+            await job.until_announced_again(first)
             await job.answer(version=0)  # trained on: it is within the bound on lag of version 1
             await job.until(lambda: state.promoted is not None and state.promoted.version == 3)
-            again = await job.until_told(3)
+            again = await job.until_announced(3)
             assert again.digest == first.digest, "the weights of version 0 under a new number"
             await job.until(lambda: job.rollout.status()["version"] == 3)
             job.worth = 1.0
@@ -233,13 +233,13 @@ async def test_a_refused_version_is_never_served_and_training_goes_back(bus: Bus
             await until_gone(bus, seq)
     assert job.served == [0, 3, 4, 5]
     events = [decode_events(message.data) for message in await bus.read(subjects.LEDGER, subjects.ledger(job.id))]
-    told = [
+    decisions = [
         (type(event).__name__, event.version, event.reason)
         for entry in events
         for event in entry
         if isinstance(event, Promoted | PromotionRefused)
     ]
-    assert told == [
+    assert decisions == [
         ("Promoted", 0, "initial"),
         ("Promoted", 0, "measured"),
         ("PromotionRefused", 1, "eval/greedy 0 < 0.9"),

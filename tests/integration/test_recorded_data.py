@@ -1,4 +1,4 @@
-"""This version opens, folds and audits the data directory of 0.1.0, byte for byte as that version left it."""
+"""This version reads, folds and audits the data directory of 0.1.0, byte for byte as that version left it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = {"experience_bytes": 64 << 20, "stream_bytes": 32 << 20}
 
 @pytest.fixture
 async def old(recorded: Path) -> AsyncIterator[tuple[Bus, Services]]:
-    """The recorded deployment's bus and what answers for it, as this version sees them."""
+    """Bus and services of this version on the recorded data."""
     with NatsServer(recorded / "data" / "nats") as server:
         async with await Bus.connect(server.url, name="today") as bus:
             await bus.ensure_streams(**SIZES)
@@ -31,7 +31,7 @@ async def old(recorded: Path) -> AsyncIterator[tuple[Bus, Services]]:
             yield bus, build_services(bus, JobStore(bus), Members(), {}, settings)
 
 
-async def test_its_jobs_fold_and_their_books_are_sound(old: tuple[Bus, Services]) -> None:
+async def test_recorded_jobs_fold_and_pass_the_audit(old: tuple[Bus, Services]) -> None:
     bus, services = old
     jobs = {entry.name: entry for entry in (await services.jobs.index()).all()}
     assert {name: entry.phase for name, entry in jobs.items()} == {
@@ -44,13 +44,13 @@ async def test_its_jobs_fold_and_their_books_are_sound(old: tuple[Bus, Services]
         state = await Journal(bus, jobs[name].id).load()
         assert state.checkpoint is not None
         folder = checkpoint_path(services.settings.data_dir, state.checkpoint.path)
-        assert (folder / "COMMIT").exists(), "the path of then lies elsewhere now"
+        assert (folder / "COMMIT").exists(), "the recorded path is resolved in the new place"
         assert {f"{prefix}/mean" for prefix in ("reward",)} <= {
             row["name"] for row in await services.charts.names(jobs[name].id)
         }
 
 
-async def test_its_feedback_is_read(old: tuple[Bus, Services]) -> None:
+async def test_recorded_feedback_is_read(old: tuple[Bus, Services]) -> None:
     bus, services = old
     (job,) = [entry.id for entry in (await services.jobs.index()).all() if entry.kind == "online_rl"]
     batches = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
@@ -60,7 +60,7 @@ async def test_its_feedback_is_read(old: tuple[Bus, Services]) -> None:
     assert len([unpack(message.data, Interaction) for message in turns]) == 7
 
 
-async def test_its_ledgers_are_archived(old: tuple[Bus, Services]) -> None:
+async def test_recorded_ledgers_are_archived(old: tuple[Bus, Services]) -> None:
     bus, services = old
     for entry in (await services.jobs.index()).all():
         before = await services.diagnosis.audit(entry.id)

@@ -1,4 +1,4 @@
-"""Demonstrations recorded in real simulators: by a scripted expert, by a function, by the policy of a checkpoint."""
+"""Demonstrations recorded in real simulators: by a scripted expert, a function, or the policy of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ REACH: dict[str, Any] = {
 
 
 def balance(_: EnvSpec) -> Any:
-    """Push the cart to where the pole falls."""
+    """Return an expert that pushes the cart to the side to which the pole falls."""
     return lambda seen: (seen["state"][:, 2] + 0.3 * seen["state"][:, 3] > 0).astype(np.int64)[:, None]
 
 
 def test_episodes_are_recorded_as_they_were_played(tmp_path: Path) -> None:
-    """Twenty episodes, more than are played side by side; played again each gives the same observations."""
-    told: list[int] = []
-    found = record(CARTPOLE, tmp_path, balance, reset_ids=range(20), horizon=60, on_episode=told.append)
-    assert (found.num_episodes, told) == (20, [16, 20])
-    assert np.diff(found.cu_seqlens).tolist() == [60] * 20, "this expert does not let it fall"
+    """There are more episodes than simulators; an episode played alone gives the same observations."""
+    counts: list[int] = []
+    found = record(CARTPOLE, tmp_path, balance, reset_ids=range(20), horizon=60, on_episode=counts.append)
+    assert (found.num_episodes, counts) == (20, [16, 20])
+    assert np.diff(found.cu_seqlens).tolist() == [60] * 20, "this expert does not let the pole fall"
     assert set(found.actions.tolist()) == {0, 1}
     assert found.about["first_reset_id"] == 0
     alone = record(CARTPOLE, tmp_path, balance, reset_ids=[17], horizon=60)
@@ -49,8 +49,8 @@ def test_episodes_are_recorded_as_they_were_played(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_episodes_of_chance_are_kept_with_their_ends(tmp_path: Path) -> None:
-    """The reset id decides the actions, whoever is played beside it; the last observation is that of the fall."""
+def test_random_episodes_are_recorded_with_their_ends(tmp_path: Path) -> None:
+    """The actions depend on the reset id alone, not on episodes beside it; the last observation is that of the fall."""
     found = record(CARTPOLE, tmp_path, None, reset_ids=range(4), horizon=30)
     alone = record(CARTPOLE, tmp_path, None, reset_ids=[2], horizon=30)
     rows = slice(found.cu_seqlens[2], found.cu_seqlens[3])
@@ -105,7 +105,9 @@ def test_the_policy_of_a_checkpoint_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_simulator_without_an_expert_or_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_simulator_without_an_expert_or_that_breaks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="no expert is scripted for it"):
         record(CARTPOLE, tmp_path, scripted_expert, reset_ids=[0], horizon=5)
     monkeypatch.setenv("PYTHONPATH", FOLDER)
@@ -121,7 +123,7 @@ def test_a_simulator_without_an_expert_or_that_breaks(tmp_path: Path, monkeypatc
 
 
 def test_a_scripted_expert_is_recorded_by_the_command(tmp_path: Path) -> None:
-    """Meta-World's own policy of reach-v3 solves each of these goals; the record does not show how it was asked."""
+    """Meta-World's own policy for reach-v3 solves these goals; the record contains only states, actions and results."""
     job, target = tmp_path / "job.yaml", tmp_path / "reach.demonstrations"
     job.write_text(yaml.safe_dump(REACH))
     missing = CliRunner().invoke(app, ["record", str(job)])

@@ -1,4 +1,4 @@
-"""Deleting a finished job: nothing of it is left, and it never comes back."""
+"""Deletion of a finished job: nothing of it is left, and it never returns."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def services(bus: Bus, tmp_path: Path) -> Services:
 
 
 async def leave_traces(bus: Bus, job: str) -> None:
-    """A message on every subject of a job, parts included, and its keys."""
+    """Publish a message on every subject of a job, parts included, and store its keys."""
     for _, subject in STREAMS:
         if subject is subjects.ledger:
             journal = Journal(bus, job)
@@ -62,7 +62,7 @@ async def traces_of(bus: Bus, job: str) -> list[str]:
     return found + [entry.id for entry in (await JobStore(bus).index()).all() if entry.id == job]
 
 
-async def test_a_deleted_job_leaves_nothing_and_its_neighbours_everything(
+async def test_deleting_a_job_removes_all_of_it_and_nothing_of_other_jobs(
     bus: Bus, services: Services, tmp_path: Path
 ) -> None:
     jobs = [(await services.submissions.submit(CONFIG, SPEC)).id for _ in range(2)]
@@ -85,7 +85,7 @@ async def test_a_deleted_job_leaves_nothing_and_its_neighbours_everything(
     assert not (tmp_path / "checkpoints" / kept).exists()
 
 
-async def test_a_job_that_runs_is_not_deleted_nor_what_it_began_with(
+async def test_a_running_job_and_its_initial_checkpoint_cannot_be_deleted(
     bus: Bus, services: Services, tmp_path: Path
 ) -> None:
     first = (await services.submissions.submit(CONFIG, SPEC)).id
@@ -108,7 +108,7 @@ async def test_a_job_that_runs_is_not_deleted_nor_what_it_began_with(
 
 
 async def test_the_id_of_a_deleted_job_is_not_used_again(bus: Bus, services: Services) -> None:
-    """Its tickets would be taken for those that were published before."""
+    """NATS would take tickets of a new job with the same id for duplicates."""
     job = (await services.submissions.submit(CONFIG, SPEC, key="k")).id
     await services.jobs.set_status(job, phase="cancelled")
     await services.steering.delete(job, checkpoints=False)
@@ -128,7 +128,7 @@ async def test_a_job_that_is_deleted_while_its_leader_ends_is_not_led_again(
     await asyncio.wait_for(service._run_job(job, 1), 30)
     await service.services.steering.delete(job, checkpoints=False)
     await asyncio.wait_for(service._run_job(job, 1), 30)
-    assert not await bus.read(subjects.LEDGER, subjects.ledger(job)), "nothing begins anew"
+    assert not await bus.read(subjects.LEDGER, subjects.ledger(job)), "no new ledger begins"
 
 
 async def test_a_worker_that_did_not_see_the_end_sees_the_deletion(bus: Bus) -> None:

@@ -1,4 +1,4 @@
-"""Rows of a replay, from whichever trainer repeats it to the client that watches."""
+"""Rows of a replay, from the trainer that runs it to the client that watches it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.shared.transport.bus import Bus
 
 
 def trainer(bus: Bus, rows: int) -> Callable[[bytes], Awaitable[bytes]]:
-    """Tells so many rows at once."""
+    """Return a trainer that sends ``rows`` rows at once, or refuses the replay if ``rows`` is 0."""
 
     async def answer(data: bytes) -> bytes:
         request, _ = unpack(data, ReplayRequest)
@@ -41,8 +41,8 @@ async def test_rows_come_in_order_to_the_last_one(bus: Bus) -> None:
     assert rows[-1]["ok"]
 
 
-async def test_rows_say_what_a_batch_was_told(bus: Bus) -> None:
-    """Of the newest revision of each batch; a draw that no live answer made is left out."""
+async def test_rows_name_the_feedback_of_a_batch(bus: Bus) -> None:
+    """Rows use the newest revision of each batch, and leave out draws without live answers."""
     sealed = [SealedGroup(Draw(ordinal), "a", 1, "d", 0, 0, [1.0], 3, "w") for ordinal in (7, 8, 9)]
     batch = BatchSealed(writer_epoch=1, time=2.0, number=2, revision=1, start_version=0, update_index=0, groups=sealed)
     about = [
@@ -54,23 +54,25 @@ async def test_rows_say_what_a_batch_was_told(bus: Bus) -> None:
     again = msgspec.structs.replace(batch, revision=2, groups=sealed[1:])
     async with await bus.serve(subjects.REPLAY, trainer(bus, 3)):
         rows = [row async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None, feedback=True)]
-        assert [row["batch"] for row in rows if row["told"]] == [2]
-        first, second = rows[1]["told"]
+        assert [row["batch"] for row in rows if row["admissions"]] == [2]
+        first, second = rows[1]["admissions"]
         assert (first["draw"], first["interactions"], first["feedback"]) == ("7.0", ["a", "b"], ["f"])
         assert (second["objective"], second["context"], second["feedback"]) == ("supervised", ["c"], ["g"])
         assert (first["reward"], first["reason"], first["lag"]) == (0.5, "feedback", 1)
         await bus.publish(subjects.ledger("job_a"), encode_events([again]))
         rows = [row async for row in replay_rows(bus, "job_a", from_batch=None, to_batch=None, feedback=True)]
-    assert [one["draw"] for one in rows[1]["told"]] == ["8.0"]
+    assert [one["draw"] for one in rows[1]["admissions"]] == ["8.0"]
 
 
-async def test_a_refusal_is_told(bus: Bus) -> None:
+async def test_a_refused_replay_names_the_reason(bus: Bus) -> None:
     async with await bus.serve(subjects.REPLAY, trainer(bus, 0)):
         with pytest.raises(Conflict, match="nothing was trained yet"):
             await anext(replay_rows(bus, "job_a", from_batch=None, to_batch=None))
 
 
-async def test_a_client_that_reads_too_slowly_is_told_so(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_too_slowly_is_cut_off_with_the_reason(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 4)
     rows = []
     async with await bus.serve(subjects.REPLAY, trainer(bus, 50)):

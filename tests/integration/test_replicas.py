@@ -1,4 +1,4 @@
-"""Several coordinators agree through the bus whose submission is which job, and who answers for a job."""
+"""Replicas of the coordinator agree through the bus on the job of a submission, and on the leader of a job."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC: dict[str, Any] = {"kind": "online_rl", "name": "live", "model": {"config":
 
 @pytest.fixture
 def replica(bus: Bus, tmp_path: Path) -> Any:
-    """Make a coordinator behind HTTP, with the runners that it has."""
+    """``replica(runners)`` returns the services of a coordinator that leads the jobs of ``runners``."""
 
     def make(runners: dict[str, Leader] | None = None) -> Services:
         settings = ServiceSettings(data_dir=tmp_path)
@@ -46,13 +46,13 @@ async def test_a_submission_is_one_job_on_every_replica(replica: Any) -> None:
 
 
 async def test_a_submission_goes_on_after_the_death_of_its_coordinator(bus: Bus, replica: Any) -> None:
-    """The first one had settled the job's id, and had not stored it."""
+    """The first coordinator has settled the job's id, but not stored the job."""
     settled = await SubmissionIds(bus).job_id("k", json.dumps(SPEC).encode())
     for _ in range(2):
         assert (await replica().submissions.submit(parse_training(SPEC), SPEC, key="k")).id == settled
 
 
-async def test_a_follower_says_why_as_the_leader_does(bus: Bus, replica: Any, tmp_path: Path) -> None:
+async def test_a_follower_reports_the_same_reasons_as_the_leader(bus: Bus, replica: Any, tmp_path: Path) -> None:
     follower = replica()
     record = await follower.submissions.submit(parse_training(SPEC), SPEC)
     (row,) = await follower.diagnosis.why(record.id)

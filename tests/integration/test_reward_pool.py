@@ -144,7 +144,7 @@ async def test_hung_or_crashed_process_is_replaced(user_module: Path, completion
 
 
 @pytest.mark.long
-async def test_what_an_environment_said_stays_with_its_completion(user_module: Path) -> None:
+async def test_judgements_of_an_environment_belong_to_their_completion(user_module: Path) -> None:
     judged = {"type": "environment", "weight": 2.0}
     async with open_pool(judged, function(weight=0.0), timeout_s=0.5) as pool:
         reply = await pool.score(ask("a", "die", "b", "c", row={JUDGEMENTS: [0.25, 0.5, 0.75, float("nan")]}))
@@ -157,7 +157,7 @@ async def test_what_an_environment_said_stays_with_its_completion(user_module: P
 
 @pytest.mark.long
 async def test_limit_counts_from_the_start_of_each_completion(user_module: Path) -> None:
-    """Four completions of 0.3 s each under a limit of 0.5 s: none fails, though the group takes 1.2 s."""
+    """Four completions of 0.3 s each under a limit of 0.5 s all succeed, though the group takes 1.2 s."""
     async with open_pool(function(), timeout_s=0.5) as pool:
         started = time.monotonic()
         reply = await pool.score(ask(*["slow"] * 4))
@@ -189,7 +189,7 @@ async def test_killing_takes_children_of_user_code_along(user_module: Path) -> N
 
 
 def state(pid: int) -> str:
-    """State letter of a process; Z once it only waits for its parent."""
+    """Return the state letter of a process; Z means that it has ended and its parent has not waited for it."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -240,7 +240,7 @@ async def test_function_sees_row_and_arguments(user_module: Path) -> None:
         ("broken_scorers:score", "opening scorer 'function' raised ValueError: broken at import"),
     ],
 )
-async def test_scorer_that_cannot_be_opened_fails_every_request_and_says_why(
+async def test_scorer_that_cannot_be_opened_fails_every_request_with_the_reason(
     user_module: Path, path: str, message: str
 ) -> None:
     async with open_pool(function(path)) as pool:
@@ -248,7 +248,7 @@ async def test_scorer_that_cannot_be_opened_fails_every_request_and_says_why(
         assert message in pool.refused.error
         tried = pool.refused.tried
         reply = await pool.score(ask("4", "5"))
-        assert pool.refused.tried == tried, "the refusal is remembered, not repeated by starting a process"
+        assert pool.refused.tried == tried, "the refusal is stored, and no process is started again"
     assert reply.failed == [True, True]
     assert reply.rewards == [0.0, 0.0]
     assert all(message in error for error in reply.errors)

@@ -1,4 +1,4 @@
-"""The reward service over a real bus: requests, slow groups, redelivery, drain, and scorers that cannot be opened."""
+"""The reward service on a real bus: requests, slow groups, redelivery, drain, and scorers that cannot be opened."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def run_reward(bus: Bus) -> AsyncIterator[RewardService]:
 
 
 async def ask(bus: Bus, *completions: str, within_s: float = 15.0, **row: Any) -> ScoreReply:
-    """One request, repeated while nobody serves the job yet."""
+    """Send one scoring request, repeatedly while no worker serves the job; return the reply."""
     request, name = ScoreRequest(prompt="2+2=", completions=list(completions), answer="4", row=row), new_attempt()
     async with asyncio.timeout(within_s):
         while True:
@@ -140,7 +140,7 @@ async def test_requests_are_scored_for_as_long_as_the_job_runs(bus: Bus) -> None
 
 
 def scorer_processes() -> list[psutil.Process]:
-    """Of services in this process; one that has ended and was not waited for does not count."""
+    """Return the running scorer processes of services in this process, without zombies."""
     children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in children if "penstock.services.reward.worker" in child.cmdline()]
 
@@ -194,7 +194,7 @@ async def test_missing_key_of_a_judge_is_visible_and_fails_every_completion(
         assert "NO_SUCH_KEY" in service.status()[JOB]["waiting_for"]
 
 
-async def test_open_scorers_say_what_they_are(bus: Bus) -> None:
+async def test_open_scorers_describe_themselves_in_the_status(bus: Bus) -> None:
     async with run_reward(bus) as service:
         await put_job(bus, {"scorers": [{"type": "code", "weight": 2.0}, {"type": "exact"}], "processes": 1})
         tests = ["assert x == 4"]
@@ -208,7 +208,7 @@ async def test_open_scorers_say_what_they_are(bus: Bus) -> None:
 async def test_slow_groups_move_from_raw_to_experience(
     bus: Bus, user_module: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The group takes longer than its lease: it is extended, so it is scored once."""
+    """Scoring takes longer than the lease, which the worker extends, so the group is scored once."""
     monkeypatch.setattr(session, "ACK_WAIT_S", 2.0)
     reward = {"scorers": [{"type": "function", "path": "service_scorers:score"}], "slow": True, "timeout_s": 30}
     async with run_reward(bus):
@@ -232,7 +232,7 @@ async def test_slow_groups_move_from_raw_to_experience(
 
 @pytest.mark.long
 async def test_a_group_above_one_message_is_scored_whole(bus: Bus, user_module: None) -> None:
-    """The group comes in parts and goes on in parts; none of them stays behind."""
+    """The group arrives in parts and is published in parts; no part is left in RAW."""
     async with run_reward(bus):
         await put_job(bus, {"scorers": [{"type": "exact"}], "slow": True})
         group = raw_group("4", "5")
@@ -251,8 +251,8 @@ async def test_a_group_above_one_message_is_scored_whole(bus: Bus, user_module: 
 
 
 @pytest.mark.long
-async def test_who_asks_again_joins_the_first_request(bus: Bus, user_module: None) -> None:
-    """A rollout worker repeats a request under the same id when it hears nothing; the completions are scored once."""
+async def test_a_repeated_request_joins_the_first_one(bus: Bus, user_module: None) -> None:
+    """A rollout worker repeats an unanswered request under the same id; the completions are scored once."""
     async with run_reward(bus):
         await put_job(bus, {"scorers": [{"type": "function", "path": "service_scorers:dice"}]})
         await ask(bus, "4")
@@ -300,7 +300,7 @@ async def test_unreadable_group_becomes_a_dead_letter_and_blocks_nobody(
 
 @pytest.mark.long
 async def test_process_drains_on_sigterm(bus: Bus, nats_server: NatsServer, user_module: None) -> None:
-    """The real process: beats, serves, finishes what it has when told to end, and leaves no scorer behind."""
+    """A real process sends heartbeats and serves; after SIGTERM it finishes its requests and leaves no scorers."""
     beats: asyncio.Queue[Heartbeat] = asyncio.Queue(1000)
     await bus.subscribe(subjects.HEARTBEATS, lambda _, data: beats.put_nowait(unpack(data, Heartbeat)[0]))
     env = {**os.environ, "PENSTOCK_NATS_URL": nats_server.url, "PENSTOCK_HEARTBEAT_S": "0.2"}
@@ -348,13 +348,13 @@ async def test_scorers_die_with_their_service(bus: Bus, nats_server: NatsServer,
 
 
 def children(parent: int) -> list[int]:
-    """Process ids of the direct children."""
+    """Return the process ids of the direct children."""
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [int(pid) for pid in text.split()]
 
 
 def alive(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Return True unless the process is gone or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

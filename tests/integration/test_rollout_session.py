@@ -1,4 +1,4 @@
-"""Tickets on one rollout worker: one that cannot be answered, and one that is asked for twice."""
+"""Tickets on one rollout worker: answered, failed, late, repeated, and given back."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from penstock.shared.transport.bus import Bus, Delivery
 
 JOB = "job_rollout"
 PROMPTS = ["1" * 40 + "+1=", "1+2="]
-"""The first one is longer than the model takes."""
+"""The first prompt is longer than the model allows."""
 
 
 class Worker:
-    """A rollout worker of an evaluation job, whose scorer answers once ``scores`` is set."""
+    """A rollout worker of an evaluation job; its scorer answers once ``scores`` is set."""
 
     def __init__(self, bus: Bus, session: RolloutSession, spec: dict[str, Any]) -> None:
         self.bus, self.session, self.spec = bus, session, spec
@@ -122,15 +122,15 @@ async def test_a_ticket_that_fails_leaves_its_neighbours_alone(bus: Bus, tmp_pat
     assert (set(good.rewards), any(good.failed), good.error) == ({1.0}, False, "")
 
 
-async def test_a_worker_without_the_engine_takes_no_ticket_and_says_so(bus: Bus, tmp_path: Path) -> None:
+async def test_a_worker_without_the_engine_takes_no_ticket_and_reports_it(bus: Bus, tmp_path: Path) -> None:
     assert importlib.util.find_spec("vllm") is None, "run this with an interpreter that has no vLLM"
     async with working(bus, tmp_path, rollout={"engine": "vllm"}) as worker:
         await worker.ask(1)
 
-        async def says_so() -> bool:
+        async def is_reported() -> bool:
             return "engine 'vllm'" in worker.session.status().get("waiting_for", "")
 
-        await until(says_so)
+        await until(is_reported)
         assert await worker.tickets_left() == 1
         assert not worker.session.busy
         worker.session.drain()
@@ -138,7 +138,7 @@ async def test_a_worker_without_the_engine_takes_no_ticket_and_says_so(bus: Bus,
 
 
 async def test_a_ticket_of_an_earlier_leader_is_answered(bus: Bus, tmp_path: Path) -> None:
-    """Its draw is in the ledger, and the next leader's ticket for it was de-duplicated: this is the only one."""
+    """NATS dropped the next leader's ticket for this recorded draw as a duplicate, so this ticket is the only one."""
     async with working(bus, tmp_path, ["1+1=", "1+2="]) as worker:
         worker.scores.set()
 
@@ -151,17 +151,17 @@ async def test_a_ticket_of_an_earlier_leader_is_answered(bus: Bus, tmp_path: Pat
         await until(lambda: answered(2))
 
 
-@pytest.mark.parametrize("made_by", ["0.1", "now"])
+@pytest.mark.parametrize("ticket_format", ["0.1", "now"])
 async def test_a_fast_clock_of_a_worker_drops_nothing(
-    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_by: str
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ticket_format: str
 ) -> None:
-    """The worker took each ticket for late, and acknowledged it: 40 in a tenth of a second."""
+    """Earlier, such a worker found each ticket late and acknowledged it without an answer: 40 of them in 0.1 s."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 130)
     assert await bus.measure_clock() == pytest.approx(130, abs=5)
     async with working(bus, tmp_path, ["1+1="] * 8) as worker:
         worker.scores.set()
-        left = {"deadline_s": 60.0} if made_by == "now" else {}
+        left = {"deadline_s": 60.0} if ticket_format == "now" else {}
         for i in range(8):
             ticket = Ticket(
                 draw=Draw(i), min_version=0, deadline=real() + 60, epoch=1, purpose="eval", version=0, **left
@@ -169,7 +169,9 @@ async def test_a_fast_clock_of_a_worker_drops_nothing(
             await bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
 
         async def answered() -> bool:
-            assert await worker.tickets_left() + len(await worker.groups()) >= 8, "a ticket was consumed for nothing"
+            assert await worker.tickets_left() + len(await worker.groups()) >= 8, (
+                "a ticket was acknowledged without an answer"
+            )
             return len(await worker.groups()) == 8
 
         await until(answered)
@@ -179,7 +181,7 @@ async def test_a_fast_clock_of_a_worker_drops_nothing(
 async def test_a_pause_of_the_engine_costs_no_ticket_its_lease(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large version takes longer to load than a lease lasts; past its deliveries a ticket is a dead letter."""
+    """Loading a large version takes longer than a lease, and a ticket without deliveries left becomes a dead letter."""
     monkeypatch.setattr(tickets, "ACK_WAIT_S", 1.0)
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "max_position_embeddings": 4096}
     changes = {
@@ -203,7 +205,7 @@ async def test_a_pause_of_the_engine_costs_no_ticket_its_lease(
             subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=1.0, max_deliver=tickets.MAX_DELIVER
         )
         async with other:
-            assert await other.fetch(1, 4.0) == [], "nobody else gets it"
+            assert await other.fetch(1, 4.0) == [], "no other worker gets the ticket"
         await engine.resume()
 
         async def answered() -> bool:
@@ -213,7 +215,7 @@ async def test_a_pause_of_the_engine_costs_no_ticket_its_lease(
 
 
 async def test_a_late_ticket_is_given_back(bus: Bus, tmp_path: Path) -> None:
-    """The coordinator alone drops a draw, by its own clock."""
+    """Only the coordinator drops a draw, by its own clock."""
     await bus.measure_clock()
     async with working(bus, tmp_path, ["1+1=", "1+2="]) as worker:
         late = Ticket(
@@ -234,7 +236,7 @@ async def test_a_late_ticket_is_given_back(bus: Bus, tmp_path: Path) -> None:
 
         await until(answered)
         await bus.rtt()
-        assert await worker.tickets_left() >= 1, "it was acknowledged"
+        assert await worker.tickets_left() >= 1, "the late ticket was acknowledged"
         state = await bus.consumer_state(subjects.TICKETS, f"rollout-{JOB}")
         assert state.pending + state.ack_pending == 1
 
@@ -270,8 +272,8 @@ async def is_free(worker: Worker) -> bool:
     return "since" not in worker.session.status()
 
 
-async def test_every_draw_in_hand_is_named(bus: Bus, tmp_path: Path) -> None:
-    """A draw that no worker names looks dead to the coordinator once it is late."""
+async def test_every_held_draw_is_reported(bus: Bus, tmp_path: Path) -> None:
+    """The coordinator takes a late draw for dead if no worker reports it as held."""
     ordinals = range(1, 100)
     async with working(bus, tmp_path, [PROMPTS[1]] * 100) as worker:
         for ordinal in ordinals:
@@ -287,7 +289,7 @@ async def test_every_draw_in_hand_is_named(bus: Bus, tmp_path: Path) -> None:
 
 
 async def test_a_ticket_is_taken_for_a_free_row(bus: Bus, tmp_path: Path) -> None:
-    """Six rows: there is no room for the completions of a second group, but for some of them."""
+    """Of six rows, a second group of four completions finds only two free; its ticket is taken all the same."""
     evaluation, placement = {"samples": 4, "greedy": False}, {"max_running": 6}
     async with working(bus, tmp_path, ["1+1=", "1+2="], evaluation=evaluation, placement=placement) as worker:
         await worker.ask(0)
@@ -302,7 +304,7 @@ async def test_a_ticket_is_taken_for_a_free_row(bus: Bus, tmp_path: Path) -> Non
         assert {ordinal: len(header.lengths) for ordinal, header in (await worker.groups()).items()} == {0: 4, 1: 4}
 
 
-async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: Path) -> None:
+async def test_a_second_ticket_of_a_running_draw_ends_with_the_first(bus: Bus, tmp_path: Path) -> None:
     async with working(bus, tmp_path) as worker:
         await worker.ask(1)
         await asyncio.wait_for(worker.asked.wait(), 60)
@@ -313,15 +315,15 @@ async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: 
             return await worker.tickets_left() == number
 
         await until(lambda: left(1))
-        assert (await bus.get(subjects.TICKETS, first)).seq == first, "the one in hand stays until it is answered"
-        assert not await worker.groups(), "it is still in hand"
+        assert (await bus.get(subjects.TICKETS, first)).seq == first, "the first ticket stays until it is answered"
+        assert not await worker.groups(), "the first ticket is still in progress"
         worker.scores.set()
         await until(lambda: left(0))
         assert list(await worker.groups()) == [1]
 
 
 class Guarded:
-    """A user's own engine, which does not start. Notes whether models may be built beside its own."""
+    """A user's engine that does not start; it records if another thread may build a model at the same time."""
 
     stop_ids = (2,)
     running = generated_tokens = 0
@@ -344,7 +346,7 @@ class Guarded:
 
 
 def cannot_build() -> bool:
-    """True if a thread of another job waits with its model."""
+    """Return True if another thread that wants to build a model has to wait."""
     with ThreadPoolExecutor(1) as other:
         built = other.submit(lambda: guard._one_at_a_time.acquire(blocking=False)).result()
     if built:
@@ -362,7 +364,7 @@ async def test_no_other_model_is_built_while_a_users_own_engine_is_opened(bus: B
 
 
 class Taker:
-    """Tickets of a job whose answers take until ``ends``."""
+    """Takes tickets of a job, and answers each once ``ends`` is set."""
 
     def __init__(self, bus: Bus) -> None:
         self.begun: list[str] = []
@@ -384,8 +386,8 @@ async def ask_for(bus: Bus, draw: Draw, *, deadline_s: float = 60.0) -> None:
     await bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
 
 
-async def test_who_leaves_gives_back_the_tickets_that_still_arrive(bus: Bus) -> None:
-    """One of them may be the one that the coordinator publishes again for a group in progress."""
+async def test_a_leaving_worker_gives_back_tickets_that_still_arrive(bus: Bus) -> None:
+    """One of the tickets may be the one that the coordinator publishes again for a group in progress."""
     taker = Taker(bus)
     for draw in (Draw(0), Draw(0), Draw(1)):
         await ask_for(bus, draw)
@@ -410,7 +412,7 @@ async def test_who_leaves_gives_back_the_tickets_that_still_arrive(bus: Bus) -> 
         await working
 
 
-async def test_who_leaves_fetches_no_more(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_leaving_worker_fetches_no_tickets(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "FETCH_WAIT_S", 3600.0)
     taker = Taker(bus)
     task = asyncio.create_task(taker.tickets.run())
@@ -421,7 +423,7 @@ async def test_who_leaves_fetches_no_more(bus: Bus, monkeypatch: pytest.MonkeyPa
 
 
 class NoVersion:
-    """A policy whose next version never comes."""
+    """Policy whose next version never arrives."""
 
     version = 0
 
@@ -436,8 +438,8 @@ class NoVersion:
             raise DeadlineError(what) from None
 
 
-async def test_who_leaves_gives_back_a_ticket_that_waits_for_a_version(bus: Bus) -> None:
-    """The ticket has an hour left, and another worker may serve the version already."""
+async def test_a_leaving_worker_gives_back_a_ticket_that_waits_for_a_version(bus: Bus) -> None:
+    """The ticket has an hour left, and another worker may already serve its version."""
     taker, policy = Taker(bus), NoVersion()
 
     async def answer(ticket: Ticket, key: str) -> None:
@@ -486,7 +488,7 @@ AGENT: dict[str, Any] = {
 
 @pytest.mark.long
 async def test_episodes_wait_for_an_env_worker_and_outlive_one_that_refuses(bus: Bus, tmp_path: Path) -> None:
-    """A turn's time stands still while no env worker is there; a call that one refuses fails one trajectory."""
+    """Waiting for an env worker does not count as time of a turn; a refused call fails one trajectory."""
     calls: list[str] = []
 
     async def carry_out(data: bytes) -> bytes:
@@ -544,10 +546,10 @@ PUT: dict[str, Any] = {
 
 @pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.long
-async def test_what_an_env_worker_held_dies_with_it(
+async def test_tool_states_are_lost_with_their_env_worker(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
-    """Episodes with state are begun again elsewhere, or have failed; none goes on with a state that is not its own."""
+    """An episode with a lost state restarts on another env worker or fails; none continues with another state."""
     (tmp_path / "shelf_of_a_user.py").write_text(SHELF)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("SHELF", str(tmp_path))

@@ -1,4 +1,4 @@
-"""Streams without room: finished jobs give up what they have there, and nobody waits for a row that does not fit."""
+"""Streams without room: finished jobs release their data, and no row waits for room that it cannot get."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIG = JobConfig.parse(
 )
 
 
-async def test_a_job_that_runs_keeps_what_its_checkpoint_does_not_cover(bus: Bus) -> None:
+async def test_a_running_job_keeps_batches_that_no_checkpoint_covers(bus: Bus) -> None:
     for number in range(1, 6):
         await bus.publish(subjects.batches("job_a"), b"a", msg_id=batch_id("job_a", number, 1, 1))
         await bus.publish(subjects.batches("job_b"), b"b", msg_id=batch_id("job_b", number, 1, 1))
@@ -66,7 +66,9 @@ async def test_cleaning_up_after_a_job_waits_for_the_bus(
     assert (await bus.stream_state(subjects.TICKETS)).messages == 0
 
 
-async def test_interactions_and_decisions_give_room(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_interactions_and_decisions_are_removed_for_room(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "FULL_SHARE", -1.0)
     service = CoordinatorService(bus, ServiceSettings(data_dir=tmp_path))
     plain, finished = [(await service.store.create(CONFIG)).id for _ in range(2)]
@@ -87,7 +89,7 @@ async def test_interactions_and_decisions_give_room(bus: Bus, tmp_path: Path, mo
     assert [m.data for m in await bus.read(subjects.DECISIONS, subjects.decisions(plain))] == [b"newer"] * 2
 
 
-async def test_batches_from_which_the_served_version_is_made_stay(
+async def test_batches_needed_for_the_served_version_stay(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_module, "FULL_SHARE", -1.0)
@@ -116,16 +118,14 @@ async def test_batches_from_which_the_served_version_is_made_stay(
 
 
 async def fill(bus: Bus, subject: str) -> None:
-    """Publish until the stream takes no more, at last not even a small row."""
+    """Publish until the stream refuses even a message of one byte."""
     for size in (900_000, 20_000, 500, 1):
         with pytest.raises(StreamFull):
             while True:
                 await bus.publish(subject, b"x" * size)
 
 
-async def test_a_full_stream_of_events_does_not_keep_status_and_clock(
-    bus: Bus, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_full_events_stream_delays_neither_status_nor_clock(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     store = JobStore(bus)
     job = (await store.create(CONFIG)).id
     await fill(bus, subjects.events("job_other"))

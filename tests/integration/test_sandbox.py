@@ -1,4 +1,4 @@
-"""Programs that attack. Each must end contained, by every mechanism that this machine has, and leave nothing behind."""
+"""Programs that attack: every mechanism of this machine must contain each of them, and nothing may be left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def settings(**changes: Any) -> CodeScorer:
 
 @pytest.fixture(scope="module", params=get_args(Mechanism))
 def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
-    """One that holds; a machine that has only one of the mechanisms tests that one."""
+    """A sandbox with one mechanism; skips the test if this machine does not have the mechanism."""
     try:
         opened = Sandbox(settings(), [request.param])
     except SandboxError as error:
@@ -44,7 +44,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 @pytest.fixture(scope="module")
 def family() -> Iterator[Sandbox]:
-    """One whose programs may start processes."""
+    """A sandbox whose programs may start processes."""
     try:
         opened = Sandbox(settings(max_processes=16), ["namespaces"])
     except SandboxError as error:
@@ -54,18 +54,18 @@ def family() -> Iterator[Sandbox]:
 
 
 def script(sandbox: Sandbox, program: str, stdin: str = "", limit_s: float = 20.0) -> Outcome:
-    """Run a program; afterwards nothing of it may be left."""
+    """Run a program, check that nothing of it is left, and return its outcome."""
     outcome = sandbox.run(Job(program, [], ""), stdin, limit_s)
     assert survivors(sandbox) == []
     return outcome
 
 
 def ask(sandbox: Sandbox, program: str, *arguments: Any) -> Any:
-    """The value of the program's function ``f``."""
+    """Run a program, and return the value of its function ``f`` for these arguments."""
     job = Job(program, [{"call": "f", "args": list(arguments), "kwargs": {}}], "nonce")
     outcome = sandbox.run(job, "", 20.0)
     assert survivors(sandbox) == []
-    assert 0 in outcome.steps, f"it raised ({outcome})"
+    assert 0 in outcome.steps, f"the program raised ({outcome})"
     return outcome.steps[0]
 
 
@@ -77,7 +77,7 @@ def children(parent: int) -> list[int]:
 
 
 def survivors(sandbox: Sandbox) -> list[int]:
-    """Processes below the warden that are not its own, zombies included."""
+    """Return the processes below the warden that belong to programs, zombies included."""
     assert sandbox._process is not None
     below = children(sandbox._process.pid)
     return [pid for child in below for pid in children(child)] if sandbox.mechanism == "namespaces" else below
@@ -91,7 +91,7 @@ def eventually(holds: Callable[[], bool], within_s: float = 30.0) -> None:
 
 
 def test_threads_of_a_program_are_bounded(sandbox: Sandbox) -> None:
-    """With Landlock alone, too, where all threads of the user count (and root is exempt)."""
+    """Also with Landlock alone, where the kernel counts all threads of the user, and exempts root."""
     most, hard = ask(sandbox, "import resource\ndef f(): return resource.getrlimit(resource.RLIMIT_NPROC)")
     assert 0 < most == hard < 20_000
 
@@ -149,7 +149,7 @@ def test_large_input_passes(sandbox: Sandbox) -> None:
     assert script(sandbox, "import sys\nprint(len(sys.stdin.read()))", "x" * 3_000_000).stdout == b"3000000\n"
 
 
-# -- using up --------------------------------------------------------------------------------------------------------
+# -- exhausting resources ---------------------------------------------------------------------------------------------
 
 FORK_BOMB = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
 
@@ -223,7 +223,7 @@ def test_endless_loop_ends_at_the_limit(sandbox: Sandbox) -> None:
     assert script(sandbox, IGNORE_SIGNALS, limit_s=0.3).verdict.ending == "time"
 
 
-def test_what_containing_takes_is_not_time_of_the_program(sandbox: Sandbox) -> None:
+def test_sandbox_overhead_does_not_count_as_time_of_the_program(sandbox: Sandbox) -> None:
     for _ in range(20):
         assert script(sandbox, "import time\ntime.sleep(5)", limit_s=0.001).verdict.ending == "time"
 
@@ -254,14 +254,14 @@ def f():
 def test_scratch_is_private_bounded_and_gone(sandbox: Sandbox) -> None:
     for program in (ONE_LARGE_FILE, MANY_FILES):
         outcome = sandbox.run(Job(program, [{"call": "f", "args": [], "kwargs": {}}], "n"), "", 20.0)
-        assert outcome.steps == {}, "it wrote more than it may"
+        assert outcome.steps == {}, "the program wrote more than it may"
     if sandbox.mechanism == "namespaces":
         assert script(sandbox, "open('/tmp/here', 'w').write('x'); print(open('/tmp/here').read())").stdout == b"x\n"
         assert ask(sandbox, "import os\ndef f(): return os.listdir('/tmp')") == []
     assert not Path("/tmp/here").exists()
 
 
-# -- getting out -----------------------------------------------------------------------------------------------------
+# -- escaping ---------------------------------------------------------------------------------------------------------
 
 ATTEMPT = """
 import ctypes, os, signal, socket
@@ -485,7 +485,7 @@ for numbers, max_processes in json.loads(sys.argv[1]):
 
 
 def test_machine_that_cannot_contain_is_refused(family: Sandbox) -> None:
-    """A container that withholds system calls, as containers do: by a filter of its own."""
+    """A filter blocks system calls, as containers do."""
     if landlock_version() == 0:
         pytest.skip("a machine with both mechanisms is needed")
     unshare, landlock = {"x86_64": (272, 444), "aarch64": (97, 444)}[os.uname().machine]

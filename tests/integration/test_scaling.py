@@ -1,4 +1,4 @@
-"""More and fewer processes while a stack runs: starts that fail, ends, and wishes that come too late."""
+"""Scaling of a running stack up and down: failed starts, stops, and late requests."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ JOB = {
 
 
 def sleeper(module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Stands in for a service."""
+    """Start a process that sleeps, in place of a service."""
     return subprocess.Popen(leashed(["sleep", "600"]), stdout=log, stderr=log, start_new_session=True)
 
 
 def bare(directory: Path, nats_url: str, launch: Launch = sleeper) -> Stack:
-    """A stack without services."""
+    """Return a stack without services."""
     workers = dict.fromkeys(SERVICES, 0)
     redis_url = f"redis://127.0.0.1:{free_ports(1)[0]}"
     return Stack(
@@ -58,7 +58,7 @@ def bare(directory: Path, nats_url: str, launch: Launch = sleeper) -> Stack:
     )
 
 
-async def test_a_worker_that_did_not_start_is_in_nobodys_way(nats_server: NatsServer, tmp_path: Path) -> None:
+async def test_a_worker_that_did_not_start_blocks_no_other(nats_server: NatsServer, tmp_path: Path) -> None:
     failures = [OSError(12, "Cannot allocate memory")]
 
     def reluctant(module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -158,7 +158,7 @@ async def test_workers_may_come_while_a_stack_is_not_ready_yet(nats_server: Nats
 
 
 class Counted:
-    """``Scalable`` that is done at once."""
+    """``Scalable`` that scales at once."""
 
     def __init__(self) -> None:
         self.replicas = 1
@@ -175,12 +175,12 @@ def operation(number: int, replicas: int) -> Operation:
     return Operation(id=f"op_{number:032x}", kind="scale", created_at=datetime.now(UTC), args=args)
 
 
-async def test_a_wish_that_comes_late_undoes_no_newer_one(nats_server: NatsServer, bus: Bus) -> None:
+async def test_a_request_that_comes_late_undoes_no_newer_one(nats_server: NatsServer, bus: Bus) -> None:
     processes, store = Counted(), JobStore(bus)
     job = (await store.create(JobConfig.model_validate(JOB))).id
 
-    async def ask(wish: str, replicas: int | None) -> ScaleReply:
-        request = ScaleRequest(pool="rollout", replicas=replicas, wish=wish)
+    async def ask(operation: str, replicas: int | None) -> ScaleReply:
+        request = ScaleRequest(pool="rollout", replicas=replicas, operation=operation)
         return unpack(await bus.request(subjects.SCALE, pack(request), deadline_s=30), ScaleReply)[0]
 
     async def ended(id: str) -> tuple[str, str]:
@@ -200,14 +200,14 @@ async def test_a_wish_that_comes_late_undoes_no_newer_one(nats_server: NatsServe
                 await asyncio.sleep(0.02)
         await store.begin_operation(job, operation(2, 4))
         assert await ended(operation(2, 4).id) == ("succeeded", "")
-        with pytest.raises(Conflict, match="newer wish"):
+        with pytest.raises(Conflict, match="newer request"):
             await ask(operation(1, 0).id, 0)
         assert (await ask(operation(2, 4).id, 4)).replicas == processes.replicas == 4
         await ask(operation(9, 5).id, 5)
         await store.begin_operation(job, operation(3, 1))
         state, message = await ended(operation(3, 1).id)
         assert (state, processes.replicas) == ("failed", 5)
-        assert "newer wish" in message
+        assert "newer request" in message
     finally:
         supervisor.cancel()
         scaler.cancel()

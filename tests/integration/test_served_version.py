@@ -1,4 +1,4 @@
-"""The version that engines serve, when an older leader or trainer writes it late."""
+"""The manifest of the served version recovers from a late write of an older leader or trainer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def promoted(version: int) -> Promoted:
 
 
 async def until_served(bus: Bus, version: int, epoch: int, *, other: int = -1) -> None:
-    """Wait until the key names a version, at a later revision than ``other``."""
+    """Wait until the manifest key names a version and an epoch, at a revision above ``other``."""
     async with asyncio.timeout(30):
         while True:
             entry = await bus.kv(subjects.MANIFESTS).get(JOB)

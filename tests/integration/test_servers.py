@@ -108,7 +108,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def _slow(server: NatsServer, monkeypatch: pytest.MonkeyPatch, seconds: float, work: str) -> None:
-    """The server's process works for a while before it is nats-server."""
+    """Make the server's process do ``work`` for some seconds before it becomes nats-server."""
     code, command = SLOW.format(seconds=seconds, work=work), server._command
     monkeypatch.setattr(server, "_command", lambda: [sys.executable, "-c", code, *command()])
 
@@ -117,16 +117,16 @@ def _slow(server: NatsServer, monkeypatch: pytest.MonkeyPatch, seconds: float, w
 @pytest.mark.long
 def test_a_server_that_takes_long_is_waited_for(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "REPORT_S", 0.5)
-    told: list[str] = []
+    messages: list[str] = []
     server = NatsServer(tmp_path)
-    server.tell = told.append
+    server.tell = messages.append
     _slow(server, monkeypatch, 2.5, work)
     server.start(silence_s=1.0)
     assert server.running
     assert not server.starting
     server.close()
-    assert "nats has been starting for" in told[0]
-    assert "restoring" in told[-1] or work == "pass"
+    assert "nats has been starting for" in messages[0]
+    assert "restoring" in messages[-1] or work == "pass"
 
 
 def test_a_server_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,24 +137,24 @@ def test_a_server_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pyt
     assert not server.running
 
 
-async def test_the_guard_of_a_full_disk_lets_a_start_be(
+async def test_the_disk_guard_does_not_interrupt_a_start(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a server opens its store, its health check says that JetStream is off."""
+    """While a server opens its store, its health check reports that JetStream is off."""
     monkeypatch.setattr(disk_guard, "LOOK_S", 0.01)
     monkeypatch.setattr(nats_server, "flaw", lambda: "JetStream is off")
     monkeypatch.setattr(nats_server, "_starting", True)
-    told: list[str] = []
-    guard = asyncio.create_task(disk_guard.DiskGuard(nats_server, told.append).run())
+    messages: list[str] = []
+    guard = asyncio.create_task(disk_guard.DiskGuard(nats_server, messages.append).run())
     await asyncio.sleep(1.0)
-    assert not told
+    assert not messages
     assert nats_server.running
     monkeypatch.setattr(nats_server, "_starting", False)
     async with asyncio.timeout(30):
         while nats_server.running:
             await asyncio.sleep(0.02)
     guard.cancel()
-    assert "JetStream is off" in told[0]
+    assert "JetStream is off" in messages[0]
 
 
 def test_a_start_that_takes_long_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,11 +56,11 @@ run_service(Toy)
 
 
 SMALL = {"PENSTOCK_EXPERIENCE_BYTES": str(8 << 20), "PENSTOCK_STREAM_BYTES": str(4 << 20)}
-"""The first service makes the streams, and the servers of the tests may have little room."""
+"""The first service creates the streams; the servers of the tests may have little room."""
 
 
 class Toy:
-    """The program above as a process."""
+    """Process that runs ``PROGRAM``."""
 
     def __init__(self, directory: Path, mode: str, **env: str) -> None:
         self.log = directory / "toy.log"
@@ -128,7 +128,7 @@ async def test_a_service_beats_answers_and_drains(
             break
     assert (beat.service, beat.worker, beat.pid) == ("toy", "toy-0", toy.process.pid)
     assert (beat.health_port, beat.jobs) == (port, {"job_1": {"version": 3}})
-    assert "torch" in (beat.packages or []), "what it has of the packages that a job may need"
+    assert "torch" in (beat.packages or []), "the installed packages that a job may need"
     assert (await fetch(port, "/healthz"))[0] == 200
     assert (await fetch(port, "/readyz"))[0] == 200
     status, text = await fetch(port, "/metrics")
@@ -138,7 +138,7 @@ async def test_a_service_beats_answers_and_drains(
     assert await toy.exit_code() == 0
     async with asyncio.timeout(30):
         while unpack(await beats.get(), Heartbeat)[0].ready:
-            pass  # the last word of who drained is that it is not there any more
+            pass  # the last heartbeat of a drained service has ready=False
     assert "everything finished" in toy.text
     lines = [json.loads(line) for line in toy.text.splitlines() if line.startswith("{")]
     assert {(line["service"], line["worker"]) for line in lines} == {("toy", "toy-0")}

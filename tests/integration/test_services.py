@@ -55,7 +55,7 @@ CONFIG = JobConfig.parse(
 
 
 async def job_of(bus: Bus, *, phase: str) -> str:
-    """A job with an initial checkpoint, in the ledger finished or not as its phase says."""
+    """Store a job with an initial checkpoint, finished in the ledger unless ``phase`` is running; return its id."""
     store = JobStore(bus)
     job = (await store.create(CONFIG)).id
     journal = Journal(bus, job)
@@ -81,7 +81,7 @@ async def test_a_finished_ledger_is_folded_once(bus: Bus, tmp_path: Path, monkey
     running = await job_of(bus, phase="running")
     for job in [*jobs, running]:
         assert [row["number"] for row in await services.checkpoints.rows(job)] == [0]
-        await bus.purge(subjects.LEDGER, subjects.ledger(job))  # only to see who reads it again
+        await bus.purge(subjects.LEDGER, subjects.ledger(job))  # without entries, only a cached state gives rows
     assert [len(await services.checkpoints.rows(job)) for job in reversed([*jobs, running])] == [0, 1, 1, 0]
 
 
@@ -94,7 +94,7 @@ def test_the_audit_reads_portions_bounded_in_bytes() -> None:
     assert largest_size(CONFIG, group) == CONFIG.max_group_bytes
 
 
-async def test_an_audit_tells_what_it_cannot_read(bus: Bus, tmp_path: Path) -> None:
+async def test_an_audit_names_data_that_it_cannot_read(bus: Bus, tmp_path: Path) -> None:
     services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     job, base = await job_of(bus, phase="running"), {"writer_epoch": 1, "time": 0.0}
     journal = Journal(bus, job)
@@ -191,7 +191,7 @@ async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tm
     assert (await services.steering.amend(job, with_budget(need + 2_000_000), by="k")).generation == 2
     rows.unlink()
     assert (await services.steering.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, (
-        "more is always enough"
+        "a larger budget is always accepted"
     )
     await services.jobs.set_status(job, phase="succeeded")
     with pytest.raises(Conflict, match=r"is succeeded; .*: extend or clone it"):
@@ -199,7 +199,7 @@ async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tm
 
 
 def group(job: str, draw: Draw) -> Group:
-    """Four completions of one token; every other one is right."""
+    """Return a group of four completions of one token; every other completion is right."""
     ones = np.ones(4, np.int32)
     return Group(
         job=job, draw=draw, attempt="a", epoch=1, prompt_ids=ones, token_ids=ones,
@@ -209,7 +209,9 @@ def group(job: str, draw: Draw) -> Group:
     )  # fmt: skip
 
 
-async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_deployment_that_cannot_write_is_not_ready(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     monkeypatch.setattr(LeaderRpc, "name", lambda self: asyncio.sleep(0, "api-0"))
     ready, checks = await services.health.check()
@@ -224,11 +226,11 @@ async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypat
     assert not checks["write"]["ok"]
 
 
-async def test_an_open_deployment_tells_of_a_job_without_defences(bus: Bus, tmp_path: Path) -> None:
+async def test_an_open_deployment_warns_about_a_job_without_defences(bus: Bus, tmp_path: Path) -> None:
     settings = ServiceSettings(data_dir=tmp_path, http_host="0.0.0.0", api_keys="k")
     services = build_services(bus, JobStore(bus), Members(), {}, settings)
     model = {"config": {"hidden_size": 64}, "tokenizer": "char"}
-    for name, online, told in (("bare", {}, 1), ("guarded", {"defences": "standard"}, 0)):
+    for name, online, num_warnings in (("bare", {}, 1), ("guarded", {"defences": "standard"}, 0)):
         file = {"kind": "online_rl", "name": name, "model": model, "online": online}
         spec = parse_job(file)
         plan = await services.submissions.dry_run(spec)
@@ -237,4 +239,4 @@ async def test_an_open_deployment_tells_of_a_job_without_defences(bus: Bus, tmp_
         assert [(row["level"], row["type"], row["message"]) for row in events] == [
             ("warning", "submitted", text) for text in plan["warnings"]
         ]
-        assert len(events) == told
+        assert len(events) == num_warnings

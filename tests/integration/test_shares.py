@@ -1,4 +1,4 @@
-"""Bytes of FEEDBACK by job and by key, as the stream itself has them."""
+"""Shares of FEEDBACK by job and key, counted from the bytes in the stream itself."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def test_a_job_that_floods_is_refused_and_no_other(bus: Bus, monkeypatch: 
         await bus.publish(subjects.feedback("job_b"), b"b" * 1000)
         await until(lambda: not shares.has_room("job_a", "key", 1) and "job_b" in shares._jobs)
         assert shares.has_room("job_b", "key", 100_000)
-        later = FeedbackShares(bus, 500_000 / state.max_bytes)  # what another process took counts, too
+        later = FeedbackShares(bus, 500_000 / state.max_bytes)  # items that another process accepted count, too
         reading = asyncio.create_task(later.run())
         await until(lambda: not later.has_room("job_a", "key", 1))
         assert later.has_room("job_b", "key", 100_000)
@@ -89,7 +89,7 @@ async def test_a_key_that_floods_a_job_is_refused_and_no_other_key_of_it(
         await asyncio.gather(following, return_exceptions=True)
 
 
-def test_a_header_that_cannot_be_read_names_nobody() -> None:
+def test_an_undecodable_senders_header_names_no_key() -> None:
     assert senders_of({SENDERS_HEADER: senders_header([("a", 1), ("b", 2), ("a", 3)])}) == {
         sender_number("a"): 4, sender_number("b"): 2,
     }  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_header_that_cannot_be_read_names_nobody() -> None:
         assert not senders_of({SENDERS_HEADER: text}), text
 
 
-def test_what_waits_for_the_index_is_shared_between_jobs_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_for_unindexed_items_is_shared_between_jobs_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.services.coordinator.feedback.ingest.MAX_UNPROJECTED", 1000)
     ingest = Ingest(None, None)  # type: ignore[arg-type]  neither is asked
     ingest._items.add("job", "flood", 910)
@@ -110,7 +110,7 @@ def test_what_waits_for_the_index_is_shared_between_jobs_and_keys(monkeypatch: p
     assert ingest._is_full(1, item("job", "flood"))
     assert not ingest._is_full(1, item("job", "calm")) and not ingest._is_full(1, item("other", "flood"))
     ingest._bytes.add("job", "flood", -910)
-    assert not ingest._items._by and not ingest._bytes._by, "who has nothing is forgotten"
+    assert not ingest._items._by and not ingest._bytes._by, "keys without waiting items are removed"
 
 
 async def test_a_key_waits_for_room_behind_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``penstock sims``: interpreters of simulators are made, found, and named where they are missing."""
+"""``penstock sims``: interpreters of simulators are created, found, and named if they are missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.shared.protocol.embodied.environment import OpenEnv
 
 
 def test_a_simulator_that_is_not_installed_names_the_command(tmp_path: Path) -> None:
-    """The interpreter of the simulator is there, and lacks it."""
+    """The simulator's interpreter exists, but its library is missing."""
     python = tmp_path / "metaworld" / "bin" / "python"
     python.parent.mkdir(parents=True)
     site = next(path for path in sys.path if path.endswith("site-packages"))
@@ -44,7 +44,7 @@ def test_an_interpreter_counts_once_its_installation_is_complete(tmp_path: Path)
 
 
 @pytest.mark.long
-def test_what_cannot_be_installed_is_an_error(tmp_path: Path) -> None:
+def test_installing_an_unknown_simulator_is_an_error(tmp_path: Path) -> None:
     environment = {"PENSTOCK_SIMS_DIR": str(tmp_path)}
     result = CliRunner().invoke(app, ["sims", "install", "holodeck"], env=environment)
     assert (result.exit_code, "there is: gymnasium, libero, maniskill, metaworld" in result.output) == (2, True)
@@ -57,7 +57,7 @@ def test_what_cannot_be_installed_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.long
 def test_an_installed_interpreter_runs_its_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter without Penstock: the child needs none."""
+    """The interpreter has no Penstock installed; the child process needs none."""
     monkeypatch.setenv("PENSTOCK_SIMS_DIR", str(tmp_path))
     result = CliRunner().invoke(command.app, ["install", "gymnasium"])
     assert result.exit_code == 0, result.output
@@ -76,7 +76,7 @@ OWN = Path(__file__).parents[2] / "examples" / "own_simulator.py"
 
 @pytest.mark.timeout(600)
 @pytest.mark.long
-def test_a_simulator_of_ones_own_is_installed_listed_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_simulator_is_installed_listed_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_SIMS_DIR", str(tmp_path))
     result = CliRunner().invoke(app, ["sims", "install", "puck", "--adapter", str(OWN)])
     assert result.exit_code == 0, result.output
@@ -103,14 +103,14 @@ def test_a_simulator_of_ones_own_is_installed_listed_and_run(tmp_path: Path, mon
         ("mine", "missing.py", "there is no file"),
     ],
 )
-def test_what_cannot_be_an_adapter_is_refused(tmp_path: Path, name: str, adapter: str, message: str) -> None:
+def test_an_invalid_adapter_is_refused(tmp_path: Path, name: str, adapter: str, message: str) -> None:
     shutil.copyfile(OWN, tmp_path / "counter.py")
     result = CliRunner().invoke(app, ["sims", "install", name, "--adapter", str(tmp_path / adapter)])
     assert (result.exit_code, message in result.output.replace("\n", " ")) == (2, True), result.output
 
 
-def test_a_simulator_that_nobody_has_names_the_way_to_ones_own(tmp_path: Path) -> None:
-    """Also a name that would lead out of the folder of the simulators."""
+def test_an_unknown_simulator_names_the_way_to_a_custom_one(tmp_path: Path) -> None:
+    """This also holds for a name that would lead out of the folder of simulators."""
     (tmp_path / "sims" / "mine").mkdir(parents=True)
     shutil.copyfile(OWN, tmp_path / "sims" / "mine" / "adapter.py")
     for name in ("warp", "../sims/mine"):

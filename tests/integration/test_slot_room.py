@@ -1,4 +1,4 @@
-"""Weight slots where shared memory is scarce or slow: who waits, who fetches alone, and what is said."""
+"""Weight slots with scarce or slow shared memory: processes wait for room, fetch their own copy, and log the reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB = "job_r"
 NUM_FLOATS = 1 << 20
 LAYOUT = make_layout([("w", "float32", (NUM_FLOATS,))])
 ROOM_MIB = 10
-"""For two slots of 4 MiB, and not for three."""
+"""Room for two slots of 4 MiB, but not for three."""
 
 Disk = Callable[..., Path]
 
@@ -45,7 +45,7 @@ def first_value(staged: ShmStaged) -> float:
 
 @pytest.fixture
 def refused(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once a slot found no room."""
+    """Event that is set once a slot found no room."""
     event, create = threading.Event(), Segment.create
 
     def watched(*args: object) -> Segment:
@@ -85,7 +85,7 @@ def test_a_publisher_that_gets_no_room_names_the_readers(disk: Disk) -> None:
 
 
 class Far:
-    """Versions of a trainer, for processes of another host with its own shared memory."""
+    """A trainer whose versions are for processes of another host with its own shared memory."""
 
     def __init__(self, near: Path, far: Path) -> None:
         near.mkdir()
@@ -96,7 +96,7 @@ class Far:
         return self.trainer.publish(weights(version), version=version, epoch=1)
 
 
-def test_processes_of_a_host_without_room_fetch_alone_and_say_so(
+def test_processes_of_a_host_without_room_fetch_alone_and_log_it(
     disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     far = Far(tmp_path / "near", disk(1))
@@ -106,16 +106,16 @@ def test_processes_of_a_host_without_room_fetch_alone_and_say_so(
         with caplog.at_level(logging.WARNING):
             staged = TcpReceiver(far.settings, timeout_s=60).stage(manifest)
         assert staged.way.fetched_bytes == LAYOUT.nbytes
-        (said,) = caplog.messages
-        assert f"version 1 of job '{JOB}': this process fetches 4 MB for itself" in said
-        assert f"all of host 'far': no room for {LAYOUT.nbytes} bytes in {far.settings.shm_dir}" in said
+        (message,) = caplog.messages
+        assert f"version 1 of job '{JOB}': this process fetches 4 MB for itself" in message
+        assert f"all of host 'far': no room for {LAYOUT.nbytes} bytes in {far.settings.shm_dir}" in message
     far.trainer.close()
 
 
 def test_a_host_with_room_for_two_copies_waits_for_its_readers(
     disk: Disk, tmp_path: Path, refused: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process still has the version before the last one: its slot will be free soon."""
+    """One process still holds the version before the last one, whose slot will be free soon."""
     monkeypatch.setattr("penstock.shared.weights.host_copies._ROOM_S", 60.0)
     far = Far(tmp_path / "near", disk(ROOM_MIB))
     slow, fast = (TcpReceiver(far.settings, timeout_s=60) for _ in range(2))
@@ -133,8 +133,8 @@ def test_a_host_with_room_for_two_copies_waits_for_its_readers(
     far.trainer.close()
 
 
-def test_making_room_for_a_copy_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of a slot of some gigabytes take longer than the others wait for a process that stands still."""
+def test_allocating_a_copy_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocating a slot of some gigabytes takes longer than other processes wait for one without progress."""
     monkeypatch.setattr(bulk_segment, "_PIECE", 1 << 20)
     near, seen, allocate = tmp_path / "near", list[bytes](), os.posix_fallocate
     near.mkdir()
@@ -148,7 +148,7 @@ def test_making_room_for_a_copy_is_progress(tmp_path: Path, monkeypatch: pytest.
 
     def fetch(target: NDArray[np.uint8], on_bytes: Callable[[int], None]) -> None:
         before = turn.read_bytes()
-        assert before not in seen, "the pages were mapped since"
+        assert before not in seen, "the allocation counted as progress"
         np.copyto(target, np.full(NUM_FLOATS, 1, np.float32).view(np.uint8))
         on_bytes(len(target))
         assert turn.read_bytes() != before
@@ -164,7 +164,7 @@ def test_making_room_for_a_copy_is_progress(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_memory_without_a_limit_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a tmpfs has neither blocks nor free ones."""
+    """A tmpfs without a limit reports zero blocks and zero free blocks."""
     known = os.statvfs(tmp_path)
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*known[:2], 0, 0, 0, *known[5:10]]))
     Segment.create(tmp_path / "segment", 1 << 20).close()

@@ -1,4 +1,4 @@
-"""Fill gauges of streams and versions of services, as Prometheus scrapes them."""
+"""Gauges for Prometheus: fill levels of streams, and versions of services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams as large as there is room for: as settings say, as they exist, as the disk allows; NATS is told the sum."""
+"""Sizes of streams, from settings, existing streams or free disk space; NATS gets their sum as its limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NOBODY = dict.fromkeys(("coordinator", "reward", "env", "rollout", "trainer"), 0
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Free bytes of every disk."""
+    """Set ``free["bytes"]`` to the free bytes of every disk."""
     found = {"bytes": 100 * GIB}
     monkeypatch.delenv("PENSTOCK_EXPERIENCE_BYTES", raising=False)
     monkeypatch.delenv("PENSTOCK_STREAM_BYTES", raising=False)
@@ -96,13 +96,13 @@ def test_streams_are_sized_for_the_disk(free: dict[str, int], tmp_path: Path, nb
     assert room.fits
 
 
-def test_too_little_room_is_said_with_numbers(free: dict[str, int], tmp_path: Path) -> None:
+def test_too_little_room_is_an_error_with_numbers(free: dict[str, int], tmp_path: Path) -> None:
     free["bytes"] = 2 * GIB - 4 * MIB
     with pytest.raises(ConfigError, match=r"has 2,044 MiB free, and the streams need 2,048 MiB.*--data-dir"):
         plan_room(tmp_path, {})
 
 
-def test_what_the_environment_says_is_taken(free: dict[str, int], tmp_path: Path) -> None:
+def test_sizes_in_the_environment_are_used(free: dict[str, int], tmp_path: Path) -> None:
     free["bytes"] = 200 * MIB
     assert plan_room(tmp_path, SMALL.variables).sizes == SMALL
     one = plan_room(tmp_path, {"PENSTOCK_STREAM_BYTES": str(MIB)}, largest=StreamSizes(128 * MIB, 128 * MIB))
@@ -124,26 +124,28 @@ async def test_nats_has_room_for_the_streams_and_no_more(store_dir: Path) -> Non
                 await ensure(bus, StreamSizes(SMALL.experience_bytes + MIB, SMALL.stream_bytes))
 
 
-async def test_a_deployment_goes_on_with_the_streams_that_it_has(free: dict[str, int], store_dir: Path) -> None:
-    made = StreamSizes(16 * MIB, 8 * MIB)
+async def test_a_deployment_keeps_the_sizes_of_its_streams(free: dict[str, int], store_dir: Path) -> None:
+    existing = StreamSizes(16 * MIB, 8 * MIB)
     with NatsServer(store_dir / "nats") as server:
         store = server.store
         async with await Bus.connect(server.url, name="test") as bus:
-            await ensure(bus, made)
+            await ensure(bus, existing)
             for number in range(3):
                 await bus.publish(subjects.ledger("job_a"), bytes(900_000), msg_id=str(number))
     free["bytes"] = 50 * MIB
     room = plan_room(store, {})
-    assert room.sizes == made
-    assert room.max_file_store == made.reserved_bytes
-    assert not room.fits, "the disk is smaller than what they may hold, and that is said"
-    assert "50 MiB free" in room.story
+    assert room.sizes == existing
+    assert room.max_file_store == existing.reserved_bytes
+    assert not room.fits, "the disk is smaller than the streams may grow, and the summary names that"
+    assert "50 MiB free" in room.summary
     smaller = plan_room(store, SMALL.variables)
     assert smaller.sizes == SMALL
-    assert smaller.max_file_store == made.reserved_bytes, "the server counts them as they are until they are changed"
+    assert smaller.max_file_store == existing.reserved_bytes, (
+        "the server counts the present sizes until they are changed"
+    )
     with NatsServer(store_dir / "nats", max_file_store=smaller.max_file_store) as server:
         async with await Bus.connect(server.url, name="test") as bus:
-            assert await sizes_of(bus) == made
+            assert await sizes_of(bus) == existing
             await ensure(bus, SMALL)
             assert await sizes_of(bus) == SMALL
             assert len(await bus.read(subjects.LEDGER, subjects.ledger("job_a"))) == 3
@@ -157,8 +159,8 @@ async def test_a_smaller_size_drops_nothing(bus: Bus) -> None:
     assert (await bus.stream_state(subjects.LEDGER)).messages == 3
 
 
-async def test_snapshots_that_need_more_than_their_new_share_keep_the_room_that_they_have(bus: Bus) -> None:
-    """The share was larger in an earlier version; a coordinator that is upgraded starts all the same."""
+async def test_snapshots_above_their_new_share_keep_their_room(bus: Bus) -> None:
+    """In an earlier version the share was larger; an upgraded coordinator must start all the same."""
     before = (await bus.stream_state(subjects.SNAPSHOTS)).max_bytes
     for _ in range(3):
         await bus.publish(subjects.snapshots("job_a"), bytes(900_000))
@@ -171,11 +173,11 @@ async def test_snapshots_that_need_more_than_their_new_share_keep_the_room_that_
     assert (await bus.stream_state(subjects.SNAPSHOTS)).max_bytes == 2 * MIB
 
 
-async def test_a_stack_tells_nats_and_the_services(free: dict[str, int], store_dir: Path) -> None:
+async def test_a_stack_passes_the_sizes_to_nats_and_the_services(free: dict[str, int], store_dir: Path) -> None:
     free["bytes"] = 5 * GIB
-    told: list[str] = []
+    messages: list[str] = []
     options = StackOptions(data_dir=store_dir / "data", workers=NOBODY)
-    async with Stack(options, told.append) as stack:
+    async with Stack(options, messages.append) as stack:
         given = stack._environment("rollout-0", 1, 2)
         sizes = StreamSizes(int(given["PENSTOCK_EXPERIENCE_BYTES"]), int(given["PENSTOCK_STREAM_BYTES"]))
         assert sizes == StreamSizes(GIB // 2, GIB // 8)
@@ -184,7 +186,7 @@ async def test_a_stack_tells_nats_and_the_services(free: dict[str, int], store_d
             info: dict[str, Any] = await call(bus._connection, "INFO", deadline_s=5, what="the account")
             assert info["reserved_storage"] == sizes.reserved_bytes
         assert await asyncio.to_thread(max_storage, given["PENSTOCK_NATS_MONITOR_URL"]) == sizes.reserved_bytes
-    assert "EXPERIENCE 512 MiB, others 128 MiB each" in told[0]
+    assert "EXPERIENCE 512 MiB, others 128 MiB each" in messages[0]
 
 
 async def test_a_stack_without_room_starts_nothing(free: dict[str, int], store_dir: Path) -> None:

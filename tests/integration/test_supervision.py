@@ -1,4 +1,4 @@
-"""Processes on a leash, the claim on a data directory, ports, restarts: with real processes."""
+"""Leashed processes, the claim on a data directory, ports and restarts, with real processes."""
 
 from __future__ import annotations
 
@@ -133,9 +133,9 @@ def test_backoff() -> None:
 
 async def test_a_killed_server_comes_back_on_its_port(tmp_path: Path) -> None:
     nats = LeashedNats(tmp_path / "nats")
-    heard: list[str] = []
+    messages: list[str] = []
     with ThreadPoolExecutor(1) as starter:
-        kept = KeptAlive(nats, starter, heard.append)
+        kept = KeptAlive(nats, starter, messages.append)
         await kept.start()
         url, first = nats.url, nats.pid
         assert psutil.Process(first).name() == "nats-server"
@@ -150,7 +150,7 @@ async def test_a_killed_server_comes_back_on_its_port(tmp_path: Path) -> None:
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
         await kept.stop(5)
-    assert heard[0].startswith("nats ended after")
+    assert messages[0].startswith("nats ended after")
 
 
 async def test_a_disk_that_is_full_for_a_moment_stops_nothing(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ async def test_a_disk_that_is_full_for_a_moment_stops_nothing(tmp_path: Path) ->
             super().start()
 
     nats = Reluctant(tmp_path / "nats")
-    heard: list[str] = []
+    messages: list[str] = []
     restarted = asyncio.Event()
 
     def write_down() -> None:
@@ -172,7 +172,7 @@ async def test_a_disk_that_is_full_for_a_moment_stops_nothing(tmp_path: Path) ->
         raise OSError(28, "No room for a note")
 
     with ThreadPoolExecutor(1) as starter:
-        kept = KeptAlive(nats, starter, heard.append)
+        kept = KeptAlive(nats, starter, messages.append)
         await kept.start()
         keeper = asyncio.create_task(kept.keep(write_down))
         os.kill(nats.pid, signal.SIGKILL)
@@ -182,8 +182,8 @@ async def test_a_disk_that_is_full_for_a_moment_stops_nothing(tmp_path: Path) ->
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
         await kept.stop(5)
-    assert any("did not start: [Errno 28] No space left" in line for line in heard)
-    assert "No room for a note" in heard[-1]
+    assert any("did not start: [Errno 28] No space left" in line for line in messages)
+    assert "No room for a note" in messages[-1]
 
 
 async def test_wrong_configuration_is_not_tried_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A new leader of a job with kept groups: it reads what is undecided, leads, and looks at the rest beside the work."""
+"""A new leader of a job with stored groups reads undecided groups, leads, and looks up the others during its work."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG, JOB, UPDATES = JobConfig.parse(SPEC), "job_kept", 6
 
 
 class Past:
-    """State that an earlier leader left: a ledger, and groups in EXPERIENCE. One was dropped and is still there."""
+    """State that an earlier leader left: a ledger, and groups in EXPERIENCE, among them a dropped group."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus, self.journal = bus, Journal(bus, JOB)
@@ -68,8 +68,8 @@ class Past:
         seq = await self.bus.publish(subjects.experience(JOB), b"small", headers=group_headers(header))
         return seq, header
 
-    async def _report(self, kind: Any, **facts: Any) -> None:
-        events = self.run.on_report(Report(kind=kind, epoch=1, **facts), 100.0)
+    async def _report(self, kind: Any, **fields: Any) -> None:
+        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), 100.0)
         await self._commit([*events, *self.run.decide(100.0, after=events)])
 
     async def _commit(self, events: list[Event]) -> None:
@@ -96,7 +96,7 @@ async def until(holds: Callable[[], Any]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_new_leader_reads_what_is_undecided_and_clears_the_rest_up(bus: Bus, tmp_path: Path) -> None:
+async def test_a_new_leader_reads_undecided_groups_and_deletes_dropped_ones(bus: Bus, tmp_path: Path) -> None:
     past = Past(bus)
     await past.make()
     groups = await bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)
@@ -108,11 +108,11 @@ async def test_a_new_leader_reads_what_is_undecided_and_clears_the_rest_up(bus: 
     async with led(bus, tmp_path) as runner:
         run = runner.run
         assert run.candidates[late].seq == late_seq
-        assert runner._unread == run.state.heard + 1 <= late_seq, "what is trained was not read"
+        assert runner._unread == run.state.heard + 1 <= late_seq, "trained groups were not read"
         kept = {seq for batch in run.state.batches.values() for seq in batch.seqs} - {gone}
         await until(lambda: set(run.stored) == kept | {late_seq})
         assert run.stored_bytes == 1000 * (len(kept) + 1)
-        async with asyncio.timeout(30):  # what was dropped is deleted
+        async with asyncio.timeout(30):  # the dropped group is deleted
             while await left(bus) != kept | {late_seq}:
                 await asyncio.sleep(0.02)
 
@@ -121,17 +121,17 @@ async def left(bus: Bus) -> set[int]:
     return {m.seq for m in await bus.read(subjects.EXPERIENCE, subjects.experience(JOB), headers_only=True)}
 
 
-async def test_the_next_leader_writes_the_row_of_an_update_that_this_one_did_not(
+async def test_the_next_leader_writes_a_metrics_row_that_the_last_one_did_not(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader died between the decision and the row of METRICS, after it had answered the trainer."""
+    """The leader died after it had answered the trainer, and before it wrote the row of METRICS."""
     past, number = Past(bus), UPDATES + 1
     await past.make()
     with monkeypatch.context() as patched:
         patched.setattr(Outbox, "run", lambda self: asyncio.Event().wait())
         async with led(bus, tmp_path) as runner:
             state = runner.run.state
-            await until(lambda: min(info.deadline for info in state.open.values()) > 1000.0)  # drawn again by this one
+            await until(lambda: min(info.deadline for info in state.open.values()) > 1000.0)  # redrawn by this leader
             for draw in state.in_flight:
                 await past.store(draw, UPDATES)
             await until(lambda: number in runner.run.state.sealed)
@@ -142,7 +142,7 @@ async def test_the_next_leader_writes_the_row_of_an_update_that_this_one_did_not
             answer = await bus.request(subjects.report(JOB), pack(report, job=JOB), deadline_s=10)
             assert unpack(answer, Ack)[0].ok
     assert await rows(bus) == []
-    for _ in range(2):  # and the one after that finds it
+    for _ in range(2):  # the leader after that finds the row
         async with led(bus, tmp_path) as runner:
             assert runner.measures.reward == 0.75
             async with asyncio.timeout(30):
@@ -152,11 +152,11 @@ async def test_the_next_leader_writes_the_row_of_an_update_that_this_one_did_not
     (row,) = found
     assert (row["kind"], row["step"], row["batch"], row["version"]) == ("train", number, number, number)
     assert (row["values"]["reward/mean"], row["values"]["kl"]) == (0.75, None)
-    assert row["values"]["tokens/trained"] > 0, "what the leader counted stands in the ledger, too"
+    assert row["values"]["tokens/trained"] > 0, "the ledger has the counts of the leader, too"
 
 
 @pytest.mark.parametrize("mismatch", [0.9, 1.1, float("nan")])
-async def test_a_job_pauses_where_the_engines_do_not_serve_what_they_say(
+async def test_a_job_pauses_when_logprobs_of_engines_and_trainer_differ(
     bus: Bus, tmp_path: Path, mismatch: float
 ) -> None:
     past, number = Past(bus), UPDATES + 1
@@ -189,7 +189,7 @@ async def rows(bus: Bus) -> list[dict[str, Any]]:
 
 
 async def test_a_stream_that_ends_early_is_read_from_its_beginning(bus: Bus, tmp_path: Path) -> None:
-    """The stream was restored or made anew: the sequences of the ledger mean nothing there."""
+    """The stream was restored or created anew, so the sequence numbers in the ledger do not apply to it."""
     past = Past(bus)
     await past.make()
     await bus._call(f"STREAM.DELETE.{subjects.EXPERIENCE}", None, "delete the stream")
@@ -201,8 +201,8 @@ async def test_a_stream_that_ends_early_is_read_from_its_beginning(bus: Bus, tmp
         assert runner.run.candidates[draw].seq == 1
 
 
-async def test_an_evaluation_that_is_begun_again_asks_for_its_prompts_again(bus: Bus) -> None:
-    """The leader of a job broke and leads it again: what its first evaluation of this version earned is lost."""
+async def test_a_restarted_evaluation_requests_its_prompts_again(bus: Bus) -> None:
+    """The leader failed and leads the job again, without the results of its first evaluation of this version."""
     publisher = EffectPublisher(bus, JOB, epoch=1)
     for begun in (100.0, 101.0):
         tickets = evaluation_tickets([0, 1], 3, deadline=begun + 60, epoch=1)

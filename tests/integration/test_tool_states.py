@@ -1,4 +1,4 @@
-"""States of episodes that an env worker holds: objects of a user's class, each in a process of its own."""
+"""Tool states of episodes in an env worker: objects of a user's class, each in its own process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def user_tools(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def method(name: str, **changes: Any) -> dict[str, Any]:
-    """One method of the counter above as a tool."""
+    """Return the config of one method of ``Counter`` as a tool."""
     schema = {"type": "object", "properties": {"by": {"type": "number"}}, "required": ["by"]} if name == "add" else {}
     given = {"parameters": schema} if schema else {}
     path = "objects_of_a_user:Counter"
@@ -84,7 +84,7 @@ def method(name: str, **changes: Any) -> dict[str, Any]:
 
 
 class Asking:
-    """Asks a book for what an episode wants, in order."""
+    """Sends the numbered requests of one episode to an ``EpisodeBook``."""
 
     def __init__(self, book: EpisodeBook, episode: str, *, seed: int = 5, **row: Any) -> None:
         self._book, self._state = book, EpisodeState(episode=episode, seed=seed, row=row)
@@ -120,15 +120,17 @@ async def test_an_object_lives_as_long_as_its_episode(user_tools: None, tmp_path
     async with book_of("add", "look", "break_", most=3) as book:
         one, two = Asking(book, "one", closed=str(closed)), Asking(book, "two", start=50)
         assert (await one("add", by=1)).text == "6"
-        assert (await two("look")).text == "55", "from seed and row, whatever others did"
+        assert (await two("look")).text == "55", "the state depends on seed and row alone"
         assert (await one("add", by=2, again=False)).text == "8"
-        assert (await one("add", by=2, again=True)).text == "8", "who asks again gets the same answer"
+        assert (await one("add", by=2, again=True)).text == "8", "a repeated request gets the same answer"
         assert await one("add", by=2000) == ToolReply(status="error", text="too much")
         assert (await one("add")).text == "argument 'by' is missing"
         assert (await one("break_")).status == "failed"
-        assert (await one("look")).text == "8", "an exception of its own takes nothing away"
+        assert (await one("look")).text == "8", "an exception changes no state"
         assert (await one(purpose="reward", answer="8")).text == "1.0"
-        assert (await Asking(book, "three")(purpose="reward", answer="9")).text == "0.0", "it is made to be judged"
+        assert (await Asking(book, "three")(purpose="reward", answer="9")).text == "0.0", (
+            "an object without calls is created for its reward"
+        )
         with pytest.raises(Unavailable, match="has 3 episodes"):
             await Asking(book, "four")("look")
         assert not closed.exists()
@@ -153,7 +155,7 @@ async def test_a_state_that_is_gone_is_never_replaced(user_tools: None) -> None:
         after = [await asking("look") for asking in (dies, hangs)]
         assert [reply.text for reply in after] == [reply.text for reply in broken]
         assert all(reply.gone for reply in (*broken, *after))
-        assert (await lives("look")).text == "6", "others are not affected"
+        assert (await lives("look")).text == "6", "other episodes are not affected"
         late = Asking(book, "unknown")
         late.number = 3
         assert (await late("look")).status == "lost", "another worker had the first three requests"
@@ -175,7 +177,9 @@ async def test_a_state_that_nobody_uses_is_given_up(user_tools: None) -> None:
 
 
 @pytest.mark.long
-async def test_an_end_that_is_slow_and_fails_ends_no_other(user_tools: None, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_slow_failing_end_of_an_episode_ends_no_other(
+    user_tools: None, caplog: pytest.LogCaptureFixture
+) -> None:
     async with book_of("look", idle_s=0.4) as book:
         slow, used, later = (Asking(book, name) for name in ("slow", "used", "later"))
         assert [(await asking("look")).status for asking in (slow, used)] == ["ok", "ok"]
@@ -203,10 +207,10 @@ async def test_an_end_that_is_slow_and_fails_ends_no_other(user_tools: None, cap
 
 
 @pytest.mark.long
-async def test_a_state_whose_first_answer_nobody_heard_is_given_up_soon(
+async def test_a_state_whose_first_answer_nobody_received_is_given_up_soon(
     user_tools: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(episodes, "UNHEARD_S", -59.0)  # so that it is kept for 1 s
+    monkeypatch.setattr(episodes, "UNHEARD_S", -59.0)  # so that it stays for 1 s
     async with book_of("look") as book:
         unheard, kept, used = (Asking(book, name) for name in ("unheard", "kept", "used"))
         for asking in (unheard, kept, used):
@@ -253,7 +257,7 @@ async def test_a_fork_that_fails_takes_no_other_episode_with_it(
 
 
 def is_alive(pid: int) -> bool:
-    """Not where it has ended and the process that adopted it does not care."""
+    """Return False for an ended process, even if the process that adopted it never waits for it."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -291,19 +295,21 @@ async def test_nothing_that_an_episode_started_outlives_its_job(user_tools: None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"path": "nowhere:Counter"}, "cannot be imported"),
         ({"method": "no"}, "no method 'no'"),
         ({"path": "os:getcwd"}, "not a class"),
     ],
 )
-async def test_objects_that_cannot_be_had(user_tools: None, changes: dict[str, Any], said: str) -> None:
+async def test_objects_that_cannot_be_created_fail_with_the_reason(
+    user_tools: None, changes: dict[str, Any], message: str
+) -> None:
     config = EnvironmentConfig.parse({"tools": [method("look", **changes)]})
     template = ObjectTemplate([tool for tool in config.tools if isinstance(tool, MethodTool)])
     await template.start()
     assert template.refused is not None
-    assert said in template.refused[1]
+    assert message in template.refused[1]
     book = EpisodeBook(template, most=1, idle_s=60)
     reply = await Asking(book, "e")("look")
-    assert (reply.status, said in reply.text) == ("failed", True)
+    assert (reply.status, message in reply.text) == ("failed", True)

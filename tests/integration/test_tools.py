@@ -1,4 +1,4 @@
-"""Tools of the env service: in processes that can be killed, and over the bus."""
+"""Tools of the env service, in processes that can be killed, and over the bus."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ NUMBERS = {
 
 
 def function(name: str, **changes: Any) -> dict[str, Any]:
-    """One of the functions above as a tool."""
+    """Return the config of one of the functions above as a tool."""
     schema = {"parameters": NUMBERS} if name in ("add", "halve") else {}
     path = f"tools_of_a_user:{name}"
     return {"type": "function", "name": name, "path": path, "description": name, **schema, **changes}
@@ -128,7 +128,7 @@ async def test_functions_of_a_user(user_tools: None) -> None:
             "the process of tool 'die' died",
             "tool 'hang' took longer than 0.5 s and was killed",
         ]
-        assert await call("add", a=2) == ToolReply(status="ok", text="3"), "others are not affected"
+        assert await call("add", a=2) == ToolReply(status="ok", text="3"), "other calls are not affected"
         assert await call("cut") == ToolReply(status="ok", text="half a character: ?")
 
 
@@ -137,7 +137,7 @@ async def test_a_call_that_nobody_waits_for_is_not_begun() -> None:
     call = ToolRequest(name="calculator", arguments={"expression": "1"})
     try:
         busy = asyncio.create_task(pool.call(call, 30.0))
-        await asyncio.sleep(0)  # it waits for the only process to open, which takes longer than the next one is wanted
+        await asyncio.sleep(0)  # the start of the only process takes longer than the next call may wait
         with pytest.raises(Unavailable, match="in time for a call of tool 'calculator'"):
             await pool.call(replace(call, start_by=time.time() + 0.02), 30.0)
         assert busy.done()
@@ -239,7 +239,9 @@ async def test_calls_over_the_bus_are_carried_out_once(bus: Bus, user_tools: Non
         assert service.status()[JOB]["tool_episodes"] == 1
         draining = asyncio.create_task(service.drain())
         await asyncio.sleep(0)
-        assert (await ask("e#2", "look", state=replace(state, number=2))).text == "7", "it can end where it is"
+        assert (await ask("e#2", "look", state=replace(state, number=2))).text == "7", (
+            "a draining worker still serves its states"
+        )
         end = ToolRequest(purpose="end", state=replace(state, number=3))
         await bus.notify(subjects.env(first.holder), pack(end, job=JOB, id="e#end"))
         await draining

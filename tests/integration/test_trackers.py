@@ -1,4 +1,4 @@
-"""Trackers on a real bus: every row arrives, a new leader repeats without doubling, a broken one harms nobody."""
+"""Trackers on a real bus: every row arrives once, also after a change of leader; a broken tracker affects no other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_of(directory: Path) -> Run:
 
 @asynccontextmanager
 async def led(bus: Bus, directory: Path, *configs: TrackerConfig) -> AsyncIterator[Outbox]:
-    """A leader that writes rows; at the end everything is in the trackers."""
+    """Run a leader's outbox; at the end of the block all its rows are in the trackers."""
     outbox = Outbox(bus, JobStore(bus), JOB)
     tracking = Tracking(bus, outbox, configs, run_of(directory))
     tasks = [asyncio.create_task(outbox.run()), asyncio.create_task(tracking.follow())]
@@ -51,7 +51,7 @@ def scalars(directory: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in found.Scalars(name)]
 
 
-async def test_tensorboard_shows_every_row_once_whoever_led(bus: Bus, tmp_path: Path) -> None:
+async def test_tensorboard_shows_every_row_once_under_two_leaders(bus: Bus, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     async with led(bus, tmp_path / "t", TensorBoardTracker()) as outbox:
         for step in range(1, 4):
@@ -65,7 +65,7 @@ async def test_tensorboard_shows_every_row_once_whoever_led(bus: Bus, tmp_path: 
 
 
 class Recorder:
-    """Stands for a package that is not installed here: takes what the adapter calls."""
+    """Stands for a package that is not installed here, and records the calls of the adapter."""
 
     def __init__(self, failing: str = "") -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -92,7 +92,7 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str, recorder: Recorder) -
 
 
 @pytest.mark.parametrize(("failing", "logged"), [("log", 1), ("finish", 3)])
-async def test_a_tracker_that_fails_is_left_out_and_told(
+async def test_a_failing_tracker_is_left_out_with_an_event(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, logged: int
 ) -> None:
     pytest.importorskip("tensorboard")

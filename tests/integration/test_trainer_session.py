@@ -1,4 +1,4 @@
-"""A trainer's session: the faults that it survives, and the resources that it lets go of."""
+"""A trainer's session: the faults that it survives, and the resources that it frees."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def test_commands_of_a_fenced_coordinator_are_refused(bus: Bus, tmp_path: 
     refused = await asked(3)
     assert not refused.ok
     assert "epoch 3 is over" in refused.reason
-    assert not session._going_back, "nobody goes back for a leader that lost its lease"
+    assert not session._going_back, "no trainer rolls back for a leader that lost its lease"
     assert (await asked(4)).ok
     assert (await asked(5)).ok
     assert session._going_back == "epoch 5"
@@ -99,7 +99,7 @@ async def test_commands_of_a_fenced_coordinator_are_refused(bus: Bus, tmp_path: 
 
 @asynccontextmanager
 async def coordinator(bus: Bus, *epochs: int) -> AsyncIterator[None]:
-    """Answers reports, each time as the leader with the next of ``epochs``, at last always with the last one."""
+    """Answer each report with the next of ``epochs`` as the leader's epoch; the last epoch repeats."""
     left = list(epochs)
 
     async def answer(data: bytes) -> bytes:
@@ -110,7 +110,7 @@ async def coordinator(bus: Bus, *epochs: int) -> AsyncIterator[None]:
         yield
 
 
-async def test_what_a_fenced_coordinator_answers_is_asked_of_its_successor(bus: Bus) -> None:
+async def test_a_report_answered_by_a_fenced_coordinator_goes_to_its_successor(bus: Bus) -> None:
     reporter = Reporter(bus, JOB, Fence())
     async with coordinator(bus, 2, 1, 1, 3), asyncio.timeout(30):
         assert (await reporter.ask(Report(kind="hello", epoch=1)))["epoch"] == 2
@@ -133,7 +133,7 @@ async def test_the_age_of_an_unanswered_report_grows(bus: Bus, tmp_path: Path) -
     asking.cancel()
 
 
-async def test_a_trainer_whose_start_failed_says_what_it_waits_for(
+async def test_a_trainer_whose_start_failed_reports_what_it_waits_for(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def no_room(self: RankGroup, simulator: object) -> None:
@@ -157,26 +157,26 @@ async def test_a_trainer_whose_start_failed_says_what_it_waits_for(
 
 @dataclass
 class Leader:
-    """Records what a trainer reports; ``trained`` is answered once ``recorded`` is set, with ``accepts``."""
+    """Records a trainer's reports; answers ``trained`` once ``recorded`` is set, and accepts it if ``accepts``."""
 
     bus: Bus
     accepts: bool = True
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
-    heard: list[Report] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
 
     async def answer(self, data: bytes) -> bytes:
         report, _ = unpack(data, Report)
         if report.kind == "trained":
             await self.recorded.wait()
-        self.heard.append(report)
+        self.reports.append(report)
         start = {"checkpoint": None, "last_trained": 0, "version": 0, "digest": "", "batches": []}
         return pack(Ack(ok=self.accepts or report.kind != "trained", reason="no", data=start), job=JOB, epoch=1)
 
     def count(self, kind: str) -> int:
-        return sum(report.kind == kind for report in self.heard)
+        return sum(report.kind == kind for report in self.reports)
 
     async def shown(self) -> tuple[int, str] | None:
-        """Version and digest that engines know."""
+        """Return version and digest of the announced weights, or None."""
         entry = await self.bus.kv(subjects.MANIFESTS).get(JOB)
         if entry is None or entry.value is None:
             return None
@@ -184,7 +184,7 @@ class Leader:
         return manifest.version, manifest.digest
 
     async def seal(self, version: int = 0) -> None:
-        """Batch 1, of one group that this version made and that is trained from it."""
+        """Publish batch 1, with one group of version ``version``, from which its training starts."""
         ids = np.asarray([3, 4], np.int32)
         group = Group(
             job=JOB, draw=Draw(0), attempt="a", epoch=1, prompt_ids=ids, token_ids=ids,
@@ -201,7 +201,7 @@ class Leader:
 
 @asynccontextmanager
 async def training(bus: Bus, directory: Path, leader: Leader) -> AsyncIterator[TrainerSession]:
-    """A session that has made the update of batch 1 and reports it."""
+    """Run a session until it has trained batch 1 and reports it."""
     await leader.seal()
     session = session_of(bus, directory)
     async with await bus.serve(subjects.report(JOB), leader.answer, max_concurrent=4):
@@ -217,13 +217,13 @@ async def training(bus: Bus, directory: Path, leader: Leader) -> AsyncIterator[T
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_engines_hear_of_weights_once_their_update_is_recorded(bus: Bus, tmp_path: Path) -> None:
+async def test_weights_are_announced_once_their_update_is_recorded(bus: Bus, tmp_path: Path) -> None:
     leader = Leader(bus)
     async with training(bus, tmp_path, leader) as session, asyncio.timeout(60):
         first = await leader.shown()
         assert first is not None
         assert first[0] == 0
-        await asyncio.sleep(0.3)  # long enough for an announcement that waits for nothing
+        await asyncio.sleep(0.3)  # enough time for an announcement that does not wait for the ledger
         assert await leader.shown() == first, "the ledger does not know of version 1 yet"
         leader.recorded.set()
         while await leader.shown() == first:
@@ -241,11 +241,11 @@ async def test_an_update_that_the_ledger_refuses_is_never_shown_to_engines(bus: 
         assert leader.count("trained") == 1
         shown = await leader.shown()
         assert shown is not None
-        assert shown[0] == 0, "the trainer started over instead"
+        assert shown[0] == 0, "the trainer started anew instead"
 
 
 async def test_a_batch_that_starts_from_another_version_is_not_trained(bus: Bus, tmp_path: Path) -> None:
-    """The coordinator knows of an update that this trainer never made: it asks again where to start."""
+    """The coordinator knows an update that this trainer lacks, so the trainer asks again where to start."""
     leader = Leader(bus)
     leader.recorded.set()
     await leader.seal(version=1)
@@ -268,7 +268,7 @@ def remove_segments(directory: Path) -> None:
 
 @pytest.mark.long
 async def test_weights_whose_segment_is_gone_are_published_again_for_a_new_worker(bus: Bus, tmp_path: Path) -> None:
-    """The slot was removed while no worker ran; the trainer waits for a batch that only workers can fill."""
+    """The slot was removed while no worker ran; the trainer waits for a batch that needs workers."""
     leader = Leader(bus)
     leader.recorded.set()
     async with training(bus, tmp_path, leader) as session, asyncio.timeout(90):
@@ -282,6 +282,6 @@ async def test_weights_whose_segment_is_gone_are_published_again_for_a_new_worke
         following = asyncio.create_task(follower.run())
         await follower.first()
         assert (follower.version, follower.digest) == (1, session.progress.digest)
-        assert leader.count("hello") == 1, "the trainer goes on where it was"
+        assert leader.count("hello") == 1, "the trainer continues without a restart"
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

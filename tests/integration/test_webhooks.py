@@ -1,4 +1,4 @@
-"""Deliveries of events: in order, signed, at least once, whoever dies; over a real bus to a real server."""
+"""Deliveries of events to a real server: in order, signed, at least once, also after a coordinator's death."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ JOB, OTHER = "job_" + "1" * 32, "job_" + "2" * 32
 
 @dataclass
 class Receiver:
-    """Requests that arrived, and the answers to them."""
+    """Server that stores requests, and answers each with ``status(count)``."""
 
     url: str = ""
     seen: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
@@ -65,7 +65,7 @@ def receiver() -> Iterator[Receiver]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Tests are quiet."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found.url = f"http://localhost:{server.server_address[1]}/hook?a=b"
@@ -77,7 +77,7 @@ def receiver() -> Iterator[Receiver]:
     thread.join()
 
 
-async def tell(bus: Bus, message: str, *, type: str = "phase", job: str = JOB) -> None:
+async def publish_event(bus: Bus, message: str, *, type: str = "phase", job: str = JOB) -> None:
     row = {"time": 1.5, "level": "info", "type": type, "message": message, "data": {"n": 1}}
     await bus.publish(subjects.events(job), msgspec.json.encode(row))
 
@@ -100,7 +100,7 @@ async def courier(bus: Bus, store: WebhookStore) -> Any:
             await task
 
 
-async def made(
+async def created(
     store: WebhookStore, receiver: Receiver, types: list[str] | None = None, job: str | None = None
 ) -> StoredWebhook:
     return await store.create(receiver.url, types or list(DEFAULT_TYPES), job=job, description="")
@@ -108,13 +108,13 @@ async def made(
 
 async def test_a_delivery_is_a_signed_cloud_event(bus: Bus, receiver: Receiver) -> None:
     store = WebhookStore(bus, private=True)
-    await tell(bus, "succeeded: before")
-    hook = await made(store, receiver, ["rl.job.succeeded.v1", "rl.checkpoint.*"])
+    await publish_event(bus, "succeeded: before")
+    hook = await created(store, receiver, ["rl.job.succeeded.v1", "rl.checkpoint.*"])
     async with courier(bus, store):
-        await tell(bus, "running")
-        await tell(bus, "succeeded: it is done")
-        await tell(bus, "no phase", type="checkpoint")
-        await tell(bus, "succeeded, as a word", type="step")
+        await publish_event(bus, "running")
+        await publish_event(bus, "succeeded: it is done")
+        await publish_event(bus, "no phase", type="checkpoint")
+        await publish_event(bus, "succeeded, as a word", type="step")
         await until(lambda: len(receiver.seen) == 2, "two deliveries")
     assert json.loads(receiver.seen[1][1])["type"] == "rl.checkpoint.created.v1"
     headers, body = receiver.seen[0]
@@ -134,12 +134,12 @@ async def test_a_delivery_is_a_signed_cloud_event(bus: Bus, receiver: Receiver) 
 async def test_failures_are_tried_again_in_order(bus: Bus, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delivery, "FIRST_PAUSE_S", 0.01)
     store = WebhookStore(bus, private=True)
-    hook = await made(store, receiver, ["rl.*"], JOB)
+    hook = await created(store, receiver, ["rl.*"], JOB)
     receiver.status = lambda count: 503 if count < 4 else 200
     async with courier(bus, store):
         for number in range(3):
-            await tell(bus, f"e{number}", type="step")
-            await tell(bus, "of another job", job=OTHER)
+            await publish_event(bus, f"e{number}", type="step")
+            await publish_event(bus, "of another job", job=OTHER)
         await until(lambda: len(receiver.seen) >= 6, "every delivery")
     assert receiver.messages == ["e0", "e0", "e0", "e0", "e1", "e2"]
     assert len({headers["webhook-id"] for headers, _ in receiver.seen}) == 3
@@ -147,12 +147,12 @@ async def test_failures_are_tried_again_in_order(bus: Bus, receiver: Receiver, m
     assert state.delivered >= 2
 
 
-async def test_a_receiver_that_had_enough_is_switched_off_and_may_come_back(
+async def test_a_failing_receiver_is_disabled_and_can_be_enabled_again(
     bus: Bus, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(delivery, "FIRST_PAUSE_S", 0.01)
     store = WebhookStore(bus, private=True)
-    hook = await made(store, receiver, ["rl.*"])
+    hook = await created(store, receiver, ["rl.*"])
     receiver.status = lambda count: 410
 
     async def enabled(wanted: bool) -> None:
@@ -161,10 +161,10 @@ async def test_a_receiver_that_had_enough_is_switched_off_and_may_come_back(
                 await asyncio.sleep(0.01)
 
     async with courier(bus, store):
-        await tell(bus, "e0", type="step")
+        await publish_event(bus, "e0", type="step")
         await enabled(False)
         assert "410" in (await store.find(hook.id)).disabled_reason
-        await tell(bus, "e1", type="step")
+        await publish_event(bus, "e1", type="step")
         receiver.status = lambda count: 200
         await store.change(hook.id, {"enabled": True})
         await until(lambda: len(receiver.seen) == 3, "what waited")
@@ -173,16 +173,16 @@ async def test_a_receiver_that_had_enough_is_switched_off_and_may_come_back(
 
         monkeypatch.setattr(delivery, "GIVE_UP_AFTER", delivery.timedelta(0))
         receiver.status = lambda count: 500
-        await tell(bus, "e2", type="step")
+        await publish_event(bus, "e2", type="step")
         await enabled(False)
-        assert "was not taken" in (await store.find(hook.id)).disabled_reason
+        assert "was not accepted" in (await store.find(hook.id)).disabled_reason
         assert (await store.state(hook.id)).attempts == 1
         await store.delete(hook.id)
 
 
 async def test_private_addresses_get_nothing_by_default(bus: Bus, receiver: Receiver) -> None:
     store = WebhookStore(bus, private=True)
-    hook = await made(store, receiver, ["rl.*"])
+    hook = await created(store, receiver, ["rl.*"])
     strict = WebhookStore(bus, private=False)
     assert "private address" in await strict.test(hook.id)
     assert receiver.seen == []
@@ -190,7 +190,9 @@ async def test_private_addresses_get_nothing_by_default(bus: Bus, receiver: Rece
     assert json.loads(receiver.seen[0][1])["type"] == "rl.webhook.test.v1"
 
 
-async def test_hosts_in_another_script(bus: Bus, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_international_host_names_are_encoded(
+    bus: Bus, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, name = socket.getaddrinfo, "xn--exmple-cua.example"
 
     def resolve(host: Any, *args: Any, **more: Any) -> Any:
@@ -199,7 +201,7 @@ async def test_hosts_in_another_script(bus: Bus, receiver: Receiver, monkeypatch
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     store = WebhookStore(bus, private=True)
     receiver.url = receiver.url.replace("localhost", "exämple.example")
-    hook = await made(store, receiver)
+    hook = await created(store, receiver)
     assert await store.test(hook.id) == ""
     assert receiver.seen[0][0]["host"].partition(":")[0] == name
     unreadable = hook.model_copy(update={"url": "http://xn--ä.example"})
@@ -215,7 +217,7 @@ async def test_the_same_key_is_the_same_webhook(bus: Bus, receiver: Receiver) ->
         return await store.create(receiver.url, ["rl.*"], job=None, description="", key=key)
 
     first = await create("caller\nk1")
-    await tell(bus, "running")
+    await publish_event(bus, "running")
     place = await store.state(first.id)
     assert await create("caller\nk1") == first
     assert await store.state(first.id) == place
@@ -229,7 +231,7 @@ async def test_a_killed_coordinator_loses_no_delivery(
     nats_server: NatsServer, bus: Bus, receiver: Receiver, tmp_path: Path
 ) -> None:
     store = WebhookStore(bus, private=True)
-    await made(store, receiver, ["rl.*"])
+    await created(store, receiver, ["rl.*"])
     environment = os.environ | {
         "PENSTOCK_NATS_URL": nats_server.url, "PENSTOCK_DATA_DIR": str(tmp_path), "PENSTOCK_HTTP_PORT": "0",
         "PENSTOCK_WEBHOOK_PRIVATE": "true", "PENSTOCK_LEASE_S": "1", "PENSTOCK_WORKER_ID": "coordinator-0",
@@ -244,7 +246,7 @@ async def test_a_killed_coordinator_loses_no_delivery(
     process = await start()
     try:
         for number in range(total):
-            await tell(bus, f"e{number}", type="step")
+            await publish_event(bus, f"e{number}", type="step")
         await until(lambda: len(receiver.seen) >= 5, "5 deliveries")
         process.send_signal(signal.SIGKILL)
         await process.wait()
@@ -257,4 +259,4 @@ async def test_a_killed_coordinator_loses_no_delivery(
     first_times = list(dict.fromkeys(receiver.messages))
     assert first_times == [f"e{number}" for number in range(total)]
     repeats = len(receiver.seen) - total
-    assert repeats <= 1, "only what was under way when the coordinator died comes again"
+    assert repeats <= 1, "only deliveries in progress at the death of the coordinator are repeated"

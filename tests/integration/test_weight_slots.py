@@ -96,7 +96,7 @@ def hold(settings: ServiceSettings) -> Iterator[Callable[[WeightManifest], subpr
 
 
 def ask(process: subprocess.Popen[str]) -> str:
-    """Ask the holder what it sees in its slot."""
+    """Return the holder's report of the values in its slot."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("look\n")
@@ -119,7 +119,7 @@ def test_slot_of_a_stopped_process_is_never_overwritten(
     os.kill(holder.pid, signal.SIGSTOP)
     for version in range(2, 12):
         publisher.publish(weights(version), version=version, epoch=1)
-    assert slots(settings) == ["0", "1", "2"]  # one more, and the other two take turns
+    assert slots(settings) == ["0", "1", "2"]  # one more slot; later versions use the other two in turn
     os.kill(holder.pid, signal.SIGCONT)
     assert ask(holder) == "1.0 1.0 True"
 
@@ -195,7 +195,7 @@ def test_replaced_publisher_is_fenced(make: Callable[..., ShmPublisher], setting
 def test_the_version_that_is_served_keeps_its_slot(
     make: Callable[..., ShmPublisher], settings: ServiceSettings
 ) -> None:
-    """Behind a promotion gate an older version is served while newer ones are tried."""
+    """With promotion, an older version is served while newer ones are tried."""
     publisher = make()
     served = publisher.publish(weights(1), version=1, epoch=1)
     for version in range(2, 8):
@@ -203,10 +203,10 @@ def test_the_version_that_is_served_keeps_its_slot(
     assert float(ShmReceiver(settings).stage(served).tensors()["w"][0, 0]) == 1
 
 
-def test_another_host_cannot_pull_what_was_overwritten(make: Callable[..., ShmPublisher]) -> None:
+def test_another_host_cannot_fetch_an_overwritten_version(make: Callable[..., ShmPublisher]) -> None:
     publisher = make()
     names = [publisher.publish(weights(version), version=version, epoch=1).refs[0].handle for version in range(1, 4)]
-    assert names[2] == names[0] != names[1], "slots take turns"
+    assert names[2] == names[0] != names[1], "slots are reused in turn"
     with publisher._serve(names[0], 4) as blob:
         assert blob.nbytes == LAYOUT.nbytes
         assert blob.data is not None, "it is mapped already"

@@ -1,4 +1,4 @@
-"""World models: what is learnt of a real simulator, and what the env service plays of it."""
+"""World models: what they learn of a real simulator, and how the env service runs them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = Fitting(members=3, hidden_sizes=(32,), epochs=40, learning_rate=1e-2)
 
 @pytest.fixture(scope="module")
 def swung() -> Demonstrations:
-    """Episodes of chance in Pendulum."""
+    """Episodes of random actions in Pendulum."""
     return record(PENDULUM, NOWHERE, None, reset_ids=range(40), horizon=50)
 
 
@@ -43,7 +43,7 @@ def fitted(swung: Demonstrations) -> Fitted:
 
 @pytest.mark.long
 def test_a_model_predicts_what_the_simulator_does(fitted: Fitted, swung: Demonstrations, tmp_path: Path) -> None:
-    """Step by step on episodes that it has not seen; a model that always says 'as before' has an error near 1."""
+    """Predicts single steps of new episodes; a model that predicts no change has an error near 1."""
     assert fitted.facts["error"]["state"] < 0.2
     assert fitted.facts["error"]["reward"] < 0.3
     assert (fitted.facts["ends"], fitted.facts["error"]["ends"]) == (False, 0.0)
@@ -62,8 +62,8 @@ def test_a_model_predicts_what_the_simulator_does(fitted: Fitted, swung: Demonst
         np.testing.assert_array_equal(again.tensors[name], tensor)
 
 
-def test_what_is_played_is_what_was_trained(fitted: Fitted, tmp_path: Path) -> None:
-    """NumPy in the simulator's process against torch; the members that a state id draws are asked one by one."""
+def test_the_simulated_model_equals_the_trained_one(fitted: Fitted, tmp_path: Path) -> None:
+    """Compares NumPy in the simulator's process with torch, for each ensemble member that the state id draws."""
     write_world_model(tmp_path, fitted)
     read = read_tensors(tmp_path / "world_model.safetensors")
     expected = safetensors.numpy.load_file(tmp_path / "world_model.safetensors")
@@ -85,7 +85,7 @@ def test_what_is_played_is_what_was_trained(fitted: Fitted, tmp_path: Path) -> N
         assert reward == pytest.approx(float(out[-1].clamp(*t["reward_bounds"])), abs=1e-4)
 
 
-def test_a_model_stays_within_what_was_seen(fitted: Fitted, tmp_path: Path) -> None:
+def test_a_model_stays_within_the_recorded_bounds(fitted: Fitted, tmp_path: Path) -> None:
     write_world_model(tmp_path, fitted)
     model = WorldModel("Pendulum-v1", tmp_path, starts="anywhere")
     low, high = fitted.tensors["state_bounds"]
@@ -102,7 +102,7 @@ def test_a_model_stays_within_what_was_seen(fitted: Fitted, tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_a_model_learns_when_an_episode_ends(tmp_path: Path) -> None:
-    """The pole falls at 12 degrees; the model has only seen where episodes ended."""
+    """The pole counts as fallen at 12 degrees; the model only sees at which states episodes ended."""
     fallen = fit(record(CARTPOLE, NOWHERE, None, reset_ids=range(80), horizon=60), replace(SMALL, epochs=150))
     assert fallen.facts["ends"]
     assert fallen.facts["error"]["ends"] < 0.03, "a model that never ends errs in one step of twenty"
@@ -114,7 +114,7 @@ def test_a_model_learns_when_an_episode_ends(tmp_path: Path) -> None:
         assert model.step(0)[2] is ends, angle
 
 
-def test_episodes_that_say_too_little_are_refused(swung: Demonstrations) -> None:
+def test_demonstrations_without_needed_fields_are_refused(swung: Demonstrations) -> None:
     about = swung.about
     for changes, message in (
         ({"about": about | {"noise": 0.1}}, "does not hold the actions that were executed"),

@@ -1,4 +1,4 @@
-"""How long an example takes is not one of the laws tested here: a busy machine must not fail them."""
+"""Turn off the deadline of Hypothesis: a busy machine must not fail a test by the time of an example."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ seeds = st.integers(0, 2**32)
 
 
 def ragged(seed: int, *, masked: float = 0.4) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.Generator]:
-    """Rewards, values, mask and cuts of up to 6 trajectories of up to 9 tokens, some of them empty."""
+    """Return rewards, values, mask, bounds and generator for up to 6 trajectories of up to 9 tokens, some empty."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 10, (int(torch.randint(1, 7, (), generator=generator)),), generator=generator)
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
@@ -38,7 +38,7 @@ def ragged(seed: int, *, masked: float = 0.4) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.Generator]:
-    """Rewards, groups, validity and lengths of up to 24 trajectories."""
+    """Return rewards, groups, validity, lengths and generator for up to 24 trajectories."""
     generator = torch.Generator().manual_seed(seed)
     number = int(torch.randint(2, 25, (), generator=generator))
     rewards = torch.randint(-4, 5, (number,), generator=generator) / 2
@@ -81,8 +81,8 @@ def test_a_constant_added_to_all_rewards_changes_no_advantage(seed: int, shift: 
 
 
 @given(seeds)
-def test_what_does_not_count_does_not_leak(seed: int) -> None:
-    """NaN in every masked place changes nothing, and comes out as 0."""
+def test_masked_values_do_not_leak(seed: int) -> None:
+    """NaN in every masked position changes no result, and the advantages there are 0."""
     rewards, values, mask, cu_seqlens, generator = ragged(seed)
     bootstrap = torch.randn(len(cu_seqlens) - 1, generator=generator)
     dirty_rewards, dirty_values = (x.masked_fill(~mask, math.nan) for x in (rewards, values))
@@ -100,7 +100,7 @@ def test_what_does_not_count_does_not_leak(seed: int) -> None:
 
 
 @given(seeds)
-def test_masked_tokens_might_as_well_not_be_there(seed: int) -> None:
+def test_masked_tokens_count_like_missing_ones(seed: int) -> None:
     rewards, values, mask, cu_seqlens, _ = ragged(seed)
     bootstrap = torch.ones(len(cu_seqlens) - 1)
     kept = torch.cat([torch.zeros(1, dtype=torch.long), mask.cumsum(0)])[cu_seqlens]
@@ -111,7 +111,7 @@ def test_masked_tokens_might_as_well_not_be_there(seed: int) -> None:
 
 
 @given(seeds)
-def test_trajectories_do_not_see_each_other(seed: int) -> None:
+def test_trajectories_do_not_affect_each_other(seed: int) -> None:
     rewards, values, mask, cu_seqlens, generator = ragged(seed)
     bootstrap = torch.randn(len(cu_seqlens) - 1, generator=generator)
     together, _ = gae(rewards, values, mask, cu_seqlens, gamma=0.99, lam=0.95, bootstrap_B=bootstrap)
@@ -184,7 +184,7 @@ def test_moments_of_ranks_add_up_to_those_of_the_batch(seed: int, ranks: int, of
     st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.floats(-1, 1)), min_size=1, max_size=12),
     st.randoms(use_true_random=False),
 )
-def test_a_tracked_baseline_does_not_depend_on_order_and_stays_within_what_was_seen(
+def test_a_tracked_baseline_ignores_the_order_and_stays_within_seen_rewards(
     rewards: list[tuple[str, float]], random: Random
 ) -> None:
     before = {"": (0.5, 4.0), "a": (-1.0, 1.0)}
@@ -192,13 +192,13 @@ def test_a_tracked_baseline_does_not_depend_on_order_and_stays_within_what_was_s
     shuffled = list(rewards)
     random.shuffle(shuffled)
     assert track(before, sums_of(shuffled), keep=0.9) == after
-    assert after.keys() == {"", *(bucket for bucket, _ in rewards)}, "others keep what they had"
+    assert after.keys() == {"", *(bucket for bucket, _ in rewards)}, "other buckets keep their values"
     for bucket in ("", "a", "b"):
         assert -1 <= value_of(before | after, bucket, value=0.0, weight=2.0) <= 1
 
 
 @given(seeds)
-def test_gspo_does_not_depend_on_which_numbers_sequences_have(seed: int) -> None:
+def test_gspo_does_not_depend_on_the_ids_of_sequences(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randint(0, 4, (12,), generator=generator)
     policy, behaviour, noise = torch.randn(3, 12, generator=generator, dtype=torch.float64)

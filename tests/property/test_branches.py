@@ -34,7 +34,7 @@ WORTH = st.integers(-4, 4).map(float)
 
 
 def path(parents: Sequence[int], place: int) -> list[int]:
-    """Return a turn and its ancestors."""
+    """Return the positions of a turn and of its ancestors, the turn first."""
     found = [place]
     while parents[found[-1]] != ROOT:
         found.append(parents[found[-1]])
@@ -91,7 +91,7 @@ def test_untrained_turns_without_feedback_dilute_nothing(parents: tuple[int, ...
 @LAWS
 @given(EPISODES)
 def test_the_tree_equals_an_exhaustive_search(turns: list[tuple[list[int], list[int]]]) -> None:
-    """The search finds the longest earlier prompt and answer that begin a prompt, the newest of equal ones."""
+    """The search takes the longest earlier prompt with its answer that begins a prompt; of equal ones, the newest."""
     tree = turn_tree([TurnTokens.of(*one) for one in turns])
     wholes = [prompt + answer for prompt, answer in turns]
     for place, (prompt, _) in enumerate(turns):
@@ -104,7 +104,7 @@ def test_the_tree_equals_an_exhaustive_search(turns: list[tuple[list[int], list[
 
 
 def continues(before: list[int], prompt: list[int]) -> bool:
-    """Return True if a prompt begins with another one, except for up to four tokens that end both."""
+    """Return True if ``prompt`` begins with ``before``, except for up to four last tokens that both share."""
     cuts = [cut for cut in range(HEADER_TOKENS + 1) if cut < len(before) < len(prompt)]
     return any(prompt[: len(before) - cut] + prompt[len(prompt) - cut :] == before for cut in cuts)
 
@@ -138,13 +138,13 @@ def test_a_branch_begins_only_while_another_conversation_continues(turns: list[t
 
 @LAWS
 @given(st.lists(TOKENS.filter(bool), min_size=1, max_size=6), st.booleans())
-def test_a_continued_conversation_is_one_branch(said: list[list[int]], again: bool) -> None:
-    """The same tokens may occur in several turns."""
+def test_a_continued_conversation_is_one_branch(answers: list[list[int]], again: bool) -> None:
+    """This holds even if several turns have the same tokens."""
     turns, so_far = list[TurnTokens](), [9]
-    for answer in said:
+    for answer in answers:
         turns.append(TurnTokens.of(so_far, answer))
         so_far = [*so_far, *answer, *([9] if again else [])]
-    assert turn_tree(turns).parents == tuple(range(-1, len(said) - 1))
+    assert turn_tree(turns).parents == tuple(range(-1, len(answers) - 1))
 
 
 @LAWS
@@ -159,7 +159,7 @@ def test_the_weighted_sum_over_parts_is_the_mean_over_branches(parents: tuple[in
     assert sum(share * loss for share, loss in zip(shares, losses, strict=True)) == pytest.approx(mean)
     assert sum(shares[place] for place in range(size) if parents[place] == ROOT) >= 1 - 1e-9
     if len(ends) == 1:
-        assert shares == [1.0] * size, "exactly"
+        assert shares == [1.0] * size, "one branch has shares of exactly 1"
 
 
 @LAWS

@@ -22,7 +22,7 @@ from penstock.shared.protocol.messages import Report
 
 
 def promotion_machine() -> Any:
-    """Load the module beside this one."""
+    """Load the neighbouring test module, and return it."""
     path = Path(__file__).with_name("test_promotion_machine.py")
     spec = importlib.util.spec_from_file_location("promotion_machine", path)
     assert spec is not None
@@ -48,7 +48,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
         canary = CanaryConfig(share=0.5, max_drop=0.5, confidence=0.5, max_wait_s=60.0, on_timeout=on_timeout)
         canary = canary.model_copy(update={"conversations": 2})  # fewer than a job may ask for
         self.promotion = PromotionConfig(min_entropy=0.5, patience=max_lag, canary=canary)
-        self.entropy, self.told = 1.0, -1
+        self.entropy, self.announced = 1.0, -1
         plain = BASE.job(max_lag=max_lag, batch=2, gamma=gamma, share=share, default_after_s=default_after_s)
         online = plain.online.model_copy(update={"promotion": self.promotion})
         self.config, self.world = plain.model_copy(update={"online": online}), BASE.World()
@@ -99,7 +99,7 @@ class CanaryMachine(GATED.PromotionMachine):  # type: ignore[misc]
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     @invariant()
-    def only_what_passed_is_served(self) -> None:
+    def only_passed_versions_are_served(self) -> None:
         """Check the rule of jobs without trials, except that feedback may refuse a version which keeps the bounds."""
         state = self.run.state
         assert len(state.sealed) <= 1

@@ -31,7 +31,7 @@ from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
 
 EXAMPLES = 2000 if os.environ.get("PENSTOCK_FUZZ") == "full" else 500
-"""Of the long test; more by ``make fuzz``."""
+"""Examples of the long test; ``make fuzz`` runs more."""
 GROUP = 2
 JOB = "job_machine"
 
@@ -40,7 +40,7 @@ def job(
     *, max_lag: int, staleness: str, groups: int, oversample: float, max_updates: int, max_resampled: float | None,
     tight: bool = False,
 ) -> JobConfig:  # fmt: skip
-    """``tight``: with the smallest byte budget that a submission may have."""
+    """Return a job; with ``tight`` it has the smallest byte budget that a submission may have."""
     dynamic = None if max_resampled is None else {"max_resampled": max_resampled}
     config = JobConfig.parse(
         {
@@ -81,7 +81,7 @@ class World:
     engine_weights: str = "w0"
 
     def append(self, entry: list[Event], expected: int) -> bool:
-        """As the stream does it: whoever does not know the last entry is refused."""
+        """Append like the stream: refuse an entry whose writer does not know the last one; return False then."""
         if expected != len(self.entries):
             return False
         self.entries.append(entry)
@@ -116,9 +116,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.now = 1000.0
         self.epoch = 1
         self.trainer_epoch = 1
-        self.letters = 0
+        self.dead_letters = 0
         self.without_room: set[int] = set()
-        """Entries whose decision had no room in the byte budget for what replaces a dropped group."""
+        """Numbers of entries that dropped a group while the byte budget had no room for a replacement."""
         self.known, self.answer = 0, "arrives"
         self.paused: tuple[JobRun, int, int] | None = None
         self.run = self.new_leader()
@@ -132,7 +132,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
     # -- the leader --------------------------------------------------------------------------------------------------
 
     def new_leader(self) -> JobRun:
-        """A leader that knows only what is durable, as after a crash."""
+        """Return a leader that knows only durable state, as after a crash."""
         covered, state = self.newest_snapshot()
         fold((event for entry in self.world.entries[covered:] for event in entry), state)
         run = JobRun(self.config, state, num_ordinals=self.num_ordinals, writer_epoch=self.epoch)
@@ -145,12 +145,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for seq, header in sorted(self.world.stored.items(), key=lambda item: (item[0] < first, item[0])):
             if seq < first and seq in run.stored:
                 continue
-            assert seq >= first or header.draw not in state.open or state.open[header.draw].batch, "it was not read"
+            assert seq >= first or header.draw not in state.open or state.open[header.draw].batch, "not read"
             if run.on_group(seq, header) is Verdict.DUPLICATE:
                 run.forget_stored([seq])
                 self.delete(range(seq, seq + header.num_messages))
         run.forget_stored([seq for seq in run.stored if seq not in self.world.stored])
-        assert (run.candidates, run.stored) == (thorough.candidates, thorough.stored), "reading less is knowing less"
+        assert (run.candidates, run.stored) == (thorough.candidates, thorough.stored), "it read too little"
         assert run.stored_bytes == thorough.stored_bytes
         for draw in state.in_flight:
             if draw not in run.candidates:
@@ -158,21 +158,21 @@ class CoordinatorMachine(RuleBasedStateMachine):
         return run
 
     def lead_again(self) -> None:
-        """From the ledger, knowing what the user wants."""
+        """Let a new leader take over from the ledger, with the phase that the user wants."""
         desired = self.run.desired
         self.run = self.new_leader()
         self.run.desired = desired
         self.decide()
 
     def ask(self, draw: Draw, state: LedgerState) -> None:
-        """Publish a ticket: whoever leads asks for the same temperature."""
+        """Publish a ticket, and check that every leader asks for the same temperature."""
         info = state.open[draw]
         assert info.temperature is not None
         assert self.world.temperatures.setdefault(draw, info.temperature) == info.temperature
         self.world.tickets[draw] = info.min_version
 
     def newest_snapshot(self) -> tuple[int, LedgerState]:
-        """The newest one that can be verified, and how many entries it covers."""
+        """Return the number of entries that the newest valid snapshot covers, and its state."""
         for data in reversed(self.world.snapshots):
             try:
                 snapshot, state = decode_snapshot(data, job=JOB)
@@ -190,7 +190,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             self.epoch += 1
             self.lead_again()
             return
-        if answer == "lost":  # refused, and resolved by what stands there: nothing is decided twice
+        if answer == "lost":  # refused, but the entry is there: nothing is decided twice
             assert not self.world.append(events, self.known)
             assert self.world.entries[self.known :] == [events]
         self.known += 1
@@ -226,7 +226,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             return False
         if events:
             self.append(events + self.run.decide(self.now, after=events))
-            self.decide()  # as a leader does at once: only now what the report gave up is out of the byte budget
+            self.decide()  # as a leader does at once: only now the byte budget lacks what the report released
         return True
 
     # -- what may happen ---------------------------------------------------------------------------------------------
@@ -241,23 +241,23 @@ class CoordinatorMachine(RuleBasedStateMachine):
             lengths=[2] * size, rewards=rewards[:size], failed=[bad == "failed"] * size, truncated=[False] * size,
             finite=bad != "nan", min_version=oldest, max_version=self.world.engine_version, worker="w",
             skipped="prompt_too_long" if bad == "skipped" else "", temperature=self.world.temperatures[draw],
-            weights=sorted({self.made_by(oldest), self.made_by(self.world.engine_version)}),
+            weights=sorted({self.weights_of(oldest), self.weights_of(self.world.engine_version)}),
         )  # fmt: skip
         self.world.next_seq += self.world.stored[seq].num_messages
         self.world.later_parts |= set(range(seq + 1, self.world.next_seq))
 
-    def made_by(self, version: int) -> tuple[int, str]:
-        """A version and its weights, as an engine knows them."""
+    def weights_of(self, version: int) -> tuple[int, str]:
+        """Return a version and the weights that an engine has for it."""
         world = self.world
         return version, world.engine_weights if version == world.engine_version else self.recorded()[version]
 
     def recorded(self) -> dict[int, str]:
-        """The weights of each version, as the ledger has them."""
+        """Return the weights of each version from the ledger."""
         events = [event for entry in self.world.entries for event in entry]
         return {0: "w0"} | {e.version: e.digest for e in events if isinstance(e, BatchTrained | LineageForked)}
 
     def show(self) -> None:
-        """Engines take in the newest version that is in the ledger."""
+        """Let the engines load the newest version of the ledger."""
         self.world.engine_version, self.world.engine_weights = self.run.state.version, self.run.state.digest
 
     @rule(
@@ -266,8 +266,10 @@ class CoordinatorMachine(RuleBasedStateMachine):
         keep=st.booleans(),
     )
     def generate(self, data: st.DataObject, bad: str, keep: bool) -> None:
-        """Some worker answers some ticket, maybe one that was answered before (lost acks redeliver), maybe with tokens
-        from an older policy than the ticket asked for: the gate must not depend on workers keeping to it."""
+        """Let a worker answer a ticket, maybe one that was answered before (a lost acknowledgement redelivers it).
+
+        The tokens may come from an older policy than the ticket demands: the gate must not rely on workers here.
+        """
         if not self.world.tickets:
             return
         draw = data.draw(st.sampled_from(sorted(self.world.tickets)))
@@ -278,14 +280,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(temperature=st.sampled_from([0.5, 1.0, 1.5]))
     def amend(self, temperature: float) -> None:
-        """A user changes the job file; what is in flight stays as it was drawn."""
+        """Let a user change the job file; draws in flight keep their old temperature."""
         sampling = self.config.sampling.model_copy(update={"temperature": temperature})
         self.config = self.config.model_copy(update={"sampling": sampling})
         self.append(self.run.amend(self.config, 2, self.now))
 
     @rule()
     def answer_all(self) -> None:
-        """Every ticket that the engines may start is answered well, and the leader sees it."""
+        """Answer every ticket that the engines may start with a valid group, and let the leader read all groups."""
         for draw, min_version in sorted(self.world.tickets.items()):
             if min_version <= self.world.engine_version:
                 self.world.tickets.pop(draw)
@@ -294,7 +296,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def answer_until_nothing_is_left(self) -> None:
-        """Engines with the newest policy that answer every ticket they may start always fill a batch."""
+        """Check that engines with the newest policy fill a batch if they answer every ticket that they may start."""
         self.show()
         for _ in range(MAX_REDRAWS + 2):
             self.answer_all()
@@ -305,18 +307,18 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @property
     def is_full(self) -> bool:
-        """The job waits for a checkpoint, which frees room."""
+        """True while the job waits for a checkpoint, which frees room."""
         return self.run.wants_checkpoint == "byte budget half used"
 
     @rule()
     def many_updates(self) -> None:
-        """Batches are kept until a checkpoint gives them up."""
+        """Train several batches without a checkpoint, until which the stream stores their groups."""
         for _ in range(4):
             self.one_update()
 
     @rule()
     def answer_all_alike(self) -> None:
-        """The same, but every completion of every group earned the same."""
+        """Do the same as ``answer_all``, but with equal rewards in each group."""
         for draw, min_version in sorted(self.world.tickets.items()):
             if min_version <= self.world.engine_version:
                 self.world.tickets.pop(draw)
@@ -325,13 +327,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def one_update(self) -> None:
-        """The usual course: answer, train, publish."""
+        """Take the usual course: answer, train, publish."""
         self.answer_all()
         self.train(publish=True)
 
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        """The leader sees some stored groups, in any order, some twice."""
+        """Let the leader read some stored groups, in any order, some twice."""
         if not self.world.stored:
             return
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.world.stored)), max_size=6))
@@ -349,12 +351,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(publish=st.booleans())
     def train(self, publish: bool) -> None:
-        """The trainer trains the next sealed batch; its weights reach the engines now or later."""
+        """Let the trainer train the next sealed batch; the engines get its weights now or later."""
         sealed = self.run.state.sealed.get(self.run.state.last_trained + 1)
         if sealed is None:
             return
         version = sealed.start_version + 1
-        digest = f"w{version}.{self.trainer_epoch}"  # a successor's bits are others
+        digest = f"w{version}.{self.trainer_epoch}"  # a successor gives other bits
         assert self.report(
             Report(
                 kind="trained", epoch=self.trainer_epoch, batch=sealed.number, revision=sealed.revision,
@@ -370,7 +372,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def trainer_shows_an_update_and_ends_before_its_report(self) -> None:
-        """As earlier releases did: engines have weights under a number that its successor gives to others."""
+        """Let a trainer of an earlier release publish a version and die; its successor reuses the number."""
         sealed = self.run.state.sealed.get(self.run.state.last_trained + 1)
         if sealed is not None:
             self.world.engine_version = sealed.start_version + 1
@@ -379,7 +381,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def train_again(self) -> None:
-        """A repeated report is harmless; one with another digest, or of a fenced trainer, is refused."""
+        """Check that a repeated report is harmless, and one with another digest or of a fenced trainer is refused."""
         number = self.run.state.last_trained
         known = self.run.state.batches.get(number)
         if known is None:
@@ -396,7 +398,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
-        """The trainer cannot train a batch: some of its groups are lost."""
+        """Let the trainer refuse a batch, because some of its groups are lost."""
         sealed = self.run.state.sealed.get(self.run.state.last_trained + 1)
         if sealed is None:
             return
@@ -422,7 +424,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def trainer_crash_and_fork(self) -> None:
-        """A restarted trainer cannot reproduce the batches after its checkpoint."""
+        """Let a restarted trainer fork, as it cannot reproduce the batches after its checkpoint."""
         state = self.run.state
         if state.checkpoint is None:
             return
@@ -454,19 +456,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def leader_crash(self) -> None:
-        """Another leader folds the newest snapshot and what follows it."""
+        """Let another leader take over: it folds the newest snapshot and the later entries."""
         self.epoch += 1
         self.run = self.new_leader()
         self.decide()
 
     @rule(crash=st.booleans())
     def lose_the_answer_to_the_next_append(self, crash: bool) -> None:
-        """With a crash the next leader carries on from the entry; without one its own leader has to find it."""
+        """Lose the reply to the next append; the next leader (after a crash) or the same leader finds the entry."""
         self.answer = "lost in a crash" if crash else "lost"
 
     @rule()
     def leader_is_replaced_while_it_lives(self) -> None:
-        """The leader stands still for longer than its lease; the next one writes, or has nothing to decide yet."""
+        """Stop the leader for longer than its lease; the next leader writes, or has nothing to decide yet."""
         first: dict[Draw, int] = {}
         for seq, header in sorted(self.world.stored.items()):
             first.setdefault(header.draw, seq)
@@ -480,26 +482,28 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "paused", None) is not None)
     @rule(late_s=st.sampled_from([0.0, 150.0]))
     def the_old_leader_goes_on(self, late_s: float) -> None:
-        """The leader hears what was stored meanwhile, decides, writes: refused once another has written. A group
-        that it deletes as a duplicate is one for all leaders."""
+        """Let the old leader read new groups, decide and write: the stream refuses once another leader has written.
+
+        A group that it deletes as a duplicate is a duplicate for all leaders.
+        """
         assert self.paused is not None
-        old, known, heard = self.paused
+        old, known, read_to = self.paused
         for seq, header in sorted(self.world.stored.items()):
-            if seq > heard and old.on_group(seq, header) is Verdict.DUPLICATE:
+            if seq > read_to and old.on_group(seq, header) is Verdict.DUPLICATE:
                 self.delete(range(seq, seq + header.num_messages))
-        self.paused = old, known, max(self.world.stored, default=heard)
+        self.paused = old, known, max(self.world.stored, default=read_to)
         events, before = old.decide(self.now + late_s), list(self.world.entries)
         if not events:
             return
         if not self.world.append(events, known):
-            assert known < len(before), "nobody else had written"
+            assert known < len(before), "refused although no other leader had written"
             assert self.world.entries == before
             self.paused = None  # fenced: it steps down
             return
-        assert known == len(before), "it was not fenced"
+        assert known == len(before), "the stream accepted an entry of a fenced leader"
         self.carry_out(old, old.commit(events))
-        self.paused = old, known + 1, heard
-        assert not self.world.append(events, self.known), "who leads now is told at its next append, and reads again"
+        self.paused = old, known + 1, read_to
+        assert not self.world.append(events, self.known), "the new leader must be refused at its next append"
         self.lead_again()
 
     @rule()
@@ -522,13 +526,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "run") and self.run.state.next_ordinal)
     @rule(data=st.data())
     def replay(self, data: st.DataObject) -> None:
-        """Of a letter of its own, though several may stand for one draw."""
-        self.letters += 1
+        """Replay a new dead letter of a draw; several dead letters may belong to one draw."""
+        self.dead_letters += 1
         draw = Draw(data.draw(st.integers(0, self.run.state.next_ordinal - 1)))
         with contextlib.suppress(Conflict):
-            events = self.run.replay_dead_letter(self.letters, draw, self.now)
+            events = self.run.replay_dead_letter(self.dead_letters, draw, self.now)
             self.append(events)
-            assert self.run.replay_dead_letter(self.letters, draw, self.now) == []
+            assert self.run.replay_dead_letter(self.dead_letters, draw, self.now) == []
         self.decide()
 
     # -- what must always hold ---------------------------------------------------------------------------------------
@@ -560,7 +564,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_trained_came_from_the_weights_of_its_versions(self) -> None:
-        """One number, one policy: whatever engines saw under it before."""
+        """Check that each version number stands for one policy, even if engines once had others under it."""
         if not hasattr(self, "run"):
             return
         recorded = self.recorded()
@@ -570,8 +574,11 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def resampling_is_bounded_and_replaces(self) -> None:
-        """Groups are replaced at most so often for a batch, each by another ordinal at once, unless a replayed dead
-        letter already stands in or the byte budget is used up; while there is room, none without signal is trained."""
+        """Check that a group without signal is replaced at once, by another ordinal, up to the bound for a batch.
+
+        A replayed dead letter may replace it instead; a used up byte budget delays the replacement. Up to the bound
+        no group without signal is trained.
+        """
         if not hasattr(self, "run"):
             return
         state, run = self.run.state, self.run
@@ -615,7 +622,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def sealed_groups_are_stored(self) -> None:
-        """Groups that a sealed batch or a restart needs are never deleted or purged."""
+        """Check that groups which a sealed batch or a restart needs are never deleted or purged."""
         if not hasattr(self, "run"):
             return
         state = self.run.state
@@ -628,7 +635,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_next_batch_can_be_filled(self) -> None:
-        """Where no sealed batch is on its way to the trainer, enough draws wait for versions that exist."""
+        """Check that, without a sealed batch, enough open draws need only versions that exist."""
         if not hasattr(self, "run"):
             return
         run, state = self.run, self.run.state
@@ -648,8 +655,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         assert self.run.batched == held | {seq for batch in state.batches.values() for seq in batch.seqs}
 
     @invariant()
-    def nothing_is_hoarded(self) -> None:
-        """Every group the leader has seen is waiting, sealed or in the log of a trained batch; others were deleted."""
+    def groups_without_use_are_deleted(self) -> None:
+        """Check that each group that the leader has read is waiting, sealed or trained on; others are deleted."""
         if not hasattr(self, "run"):
             return
         state = self.run.state
@@ -665,6 +672,6 @@ TestCoordinatorMachine.settings = settings(max_examples=100, stateful_step_count
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 class TestCoordinatorMachineAtLength(CoordinatorMachine.TestCase):  # type: ignore[misc, name-defined]
-    """Up to 25,000 steps; 10^5 by ``make fuzz``."""
+    """The same machine with up to 25,000 steps; with 10^5 by ``make fuzz``."""
 
     settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)

@@ -1,4 +1,4 @@
-"""The data order: every row once per epoch, exact shares, and nothing depends on who asks."""
+"""The data order: every row once per epoch, exact shares, and the same order in every process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = st.lists(st.tuples(st.integers(1, 40), st.floats(0.05, 8.0)), min_size=1
 
 
 def make_rows(size: int) -> JsonLinesRows:
-    """Rows ``{"i": i}``."""
+    """Return ``size`` rows ``{"i": i}``."""
     return JsonLinesRows(f"{size}.jsonl", [(i + 1, b'{"i": %d}' % i) for i in range(size)])
 
 
@@ -63,7 +63,7 @@ def test_mixture_keeps_shares_and_walks_each_source_fairly(
 
 @given(SIZES, st.integers(0, 2**32), st.lists(st.integers(0, 5000), min_size=1, max_size=30))
 @settings(max_examples=60)
-def test_answers_do_not_depend_on_history(sizes: list[tuple[int, float]], seed: int, ordinals: list[int]) -> None:
+def test_places_do_not_depend_on_earlier_calls(sizes: list[tuple[int, float]], seed: int, ordinals: list[int]) -> None:
     order = make_order(sizes, seed)
     in_turn = {ordinal: order(ordinal) for ordinal in sorted(ordinals)}
     for ordinal in ordinals:
@@ -97,8 +97,8 @@ def test_permutation_is_uniform_enough() -> None:
     assert max(abs(count - 500) for count in first.values()) < 120  # 500 ± 20.4, six sigma
 
 
-def test_another_process_agrees() -> None:
-    """Also pins the order itself: a change would break resuming and replaying of existing jobs."""
+def test_another_process_gives_the_same_order() -> None:
+    """The test also pins the order: a change would break resuming and replaying of existing jobs."""
     here = permutation(1000, "7:0:3")
     script = "from penstock.shared.data.order import permutation as p; print(p(1000, '7:0:3').tolist())"
     there = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
@@ -119,12 +119,12 @@ def test_endless_source_gives_new_rows_each_epoch() -> None:
 
 
 def descending(row: dict[str, Any]) -> float:
-    """Rank of the curriculum tests."""
+    """Return the rank of a row in a curriculum that begins with the last row."""
     return -float(row["i"])
 
 
 def not_a_number(row: dict[str, Any]) -> float:
-    """A broken rank."""
+    """Return a rank that is NaN for one row."""
     return float("nan") if row["i"] == 3 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Columns of episode groups against one episode at a time."""
+"""Columns of episode groups, compared with those computed for one episode at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ episodes = st.lists(
     min_size=0,
     max_size=4,
 )
-"""Executed actions of each decision, how it ended, whether it failed, whether it succeeded."""
+"""Episodes: executed actions of each decision, the kind of end, failed or not, succeeded or not."""
 
 
 def group_of(ordinal: int, drawn: list[tuple[list[int], str, bool, bool]]) -> EpisodeGroup:
@@ -56,7 +56,7 @@ def group_of(ordinal: int, drawn: list[tuple[list[int], str, bool, bool]]) -> Ep
 
 
 def counted(groups: list[EpisodeGroup]) -> list[dict[str, Any]]:
-    """Each episode by itself."""
+    """Return the columns of each episode that counts, one dictionary per episode."""
     found = []
     for place, group in enumerate(groups):
         group.check()
@@ -79,7 +79,7 @@ def counted(groups: list[EpisodeGroup]) -> list[dict[str, Any]]:
 
 
 @given(st.lists(episodes, min_size=1, max_size=4))
-def test_columns_are_the_episodes_that_count_one_after_another(drawn: Any) -> None:
+def test_columns_hold_the_counting_episodes_in_order(drawn: Any) -> None:
     groups = [group_of(ordinal, each) for ordinal, each in enumerate(drawn)]
     expected = counted(groups)
     if not expected:
@@ -105,11 +105,11 @@ def test_columns_are_the_episodes_that_count_one_after_another(drawn: Any) -> No
     assert columns.returns_E.tolist() == [each["return"] for each in expected]
     assert columns.draws == tuple(group.draw for group in groups)
     assert columns.num_failed + len(expected) == sum(group.num_trajectories for group in groups)
-    facts = episode_facts(columns)
-    assert facts["reward/mean"] == pytest.approx(np.mean([float(each["return"]) for each in expected]), abs=1e-6)
-    assert facts["success/rate"] == pytest.approx(np.mean([each["succeeded"] for each in expected]))
-    assert facts["episode/length"] == pytest.approx(np.mean([each["steps"] for each in expected]))
-    assert facts["episode/length_max"] == max(each["steps"] for each in expected)
+    metrics = episode_facts(columns)
+    assert metrics["reward/mean"] == pytest.approx(np.mean([float(each["return"]) for each in expected]), abs=1e-6)
+    assert metrics["success/rate"] == pytest.approx(np.mean([each["succeeded"] for each in expected]))
+    assert metrics["episode/length"] == pytest.approx(np.mean([each["steps"] for each in expected]))
+    assert metrics["episode/length_max"] == max(each["steps"] for each in expected)
 
 
 def two() -> EpisodeGroup:

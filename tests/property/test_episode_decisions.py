@@ -24,7 +24,7 @@ METRICS = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "ep
 
 
 REWARDS = {"of_turn": {"type": "float"}, "of_whole": {"type": "float", "level": "episode"}}
-"""The undeclared `reward` written as two declared metrics; a missing one adds nothing."""
+"""Two declared metrics that stand for the undeclared `reward`; a missing value adds nothing."""
 
 
 def job(gamma: float, aggregation: str, metrics: dict[str, Any] = METRICS) -> OnlineJob:
@@ -43,8 +43,8 @@ def episodes(draw: st.DrawFn) -> tuple[list[Interaction], list[Feedback]]:
     turns: list[Interaction] = []
     for place in range(draw(st.integers(1, 7))):
         before = draw(st.sampled_from([None, *turns]))
-        told = draw(TOKENS)
-        prompt = told if before is None else [*before.prompt_ids, *before.token_ids, *told]
+        new_ids = draw(TOKENS)
+        prompt = new_ids if before is None else [*before.prompt_ids, *before.token_ids, *new_ids]
         answer = draw(TOKENS)
         turns.append(
             Interaction(
@@ -70,13 +70,13 @@ def episodes(draw: st.DrawFn) -> tuple[list[Interaction], list[Feedback]]:
     return turns, items
 
 
-def decided(config: OnlineJob, facts: list[tuple[int, Interaction | Feedback]]) -> list[Trajectory]:
+def decided(config: OnlineJob, inputs: list[tuple[int, Interaction | Feedback]]) -> list[Trajectory]:
     matching = Matching(config)
-    for seq, fact in facts:
-        if isinstance(fact, Interaction):
-            matching.on_interaction(seq, fact)
+    for seq, one in inputs:
+        if isinstance(one, Interaction):
+            matching.on_interaction(seq, one)
         else:
-            matching.on_feedback(seq, fact, NOW)
+            matching.on_feedback(seq, one, NOW)
     matching.sweep(version=3, now=LATER)
     return [trajectory for found in matching.ready.values() for trajectory in found]
 
@@ -94,9 +94,9 @@ def test_every_leader_and_the_audit_decide_an_episode_the_same(
     episode: tuple[list[Interaction], list[Feedback]], gamma: float, aggregation: str, data: st.DataObject
 ) -> None:
     config, (turns, items) = job(gamma, aggregation), episode
-    facts: list[tuple[int, Interaction | Feedback]] = [*enumerate(turns, 1), *enumerate(items, 1)]
-    found = decided(config, facts)
-    assert rows(decided(config, data.draw(st.permutations(facts)))) == rows(found)
+    inputs: list[tuple[int, Interaction | Feedback]] = [*enumerate(turns, 1), *enumerate(items, 1)]
+    found = decided(config, inputs)
+    assert rows(decided(config, data.draw(st.permutations(inputs)))) == rows(found)
     assert len({turn.interaction.id for one in found for turn in one.turns}) == sum(len(one.turns) for one in found)
     assert len({name for one in found for name in one.feedback}) == sum(len(one.feedback) for one in found)
     assert all(0 < one.share <= 1 for one in found)

@@ -1,4 +1,4 @@
-"""Lanes of a session of simulators: whatever happens in which order, each episode ends once, with its own columns."""
+"""Lanes of a session of simulators: in every order of events each episode ends once, with its own columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The simulator's course of one episode. ``breaks_at`` is the step that it does not survive; 0: its reset."""
+    """Course of one episode in the simulator. ``breaks_at``: step at which the simulator fails; 0: the reset fails."""
 
     ends_at: int
     terminates: bool
@@ -53,7 +53,7 @@ plans = st.builds(
 
 
 class Simulators:
-    """Plays the plans: observation and reward of a step are numbers that no other step has."""
+    """Stand-in for simulators that follow the plans; each step has an observation and a reward of its own."""
 
     def __init__(self, num_envs: int, chunk: int, all_plans: list[Plan]) -> None:
         self.chunk, self.plans = chunk, all_plans
@@ -124,7 +124,7 @@ def noise_of(number: int, chunk: int) -> NoiseSource:
 
 
 def check_record(record: Record, number: int, plan: Plan, *, chunk: int, horizon: int, versions: list[int]) -> None:
-    """Compare with what the plan alone says."""
+    """Check that ``record`` holds exactly what ``plan`` determines."""
     steps = min(plan.ends_at, horizon)
     D = -(-steps // chunk)
     assert record.num_decisions == D
@@ -142,7 +142,7 @@ def check_record(record: Record, number: int, plan: Plan, *, chunk: int, horizon
     assert (record.succeeded, record.solved_at_end) == (plan.solved_at <= steps, plan.solved_at == steps)
     assert (record.state_hash, record.task) == (number + 100, f"task {number}")
     drawn = noise_of(number, chunk).next(D) if plan.noisy else np.zeros((D, chunk, A), np.float32)
-    assert np.array_equal(record.actions, drawn), "the policy of this test gives its noise back"
+    assert np.array_equal(record.actions, drawn), "the policy of this test returns its noise as actions"
     assert np.array_equal(record.logprobs, drawn + 1)
     labelled = np.zeros(D, np.int64)
     for (version, weights), start in record.spans:
@@ -159,7 +159,7 @@ def check_record(record: Record, number: int, plan: Plan, *, chunk: int, horizon
 def test_every_episode_ends_once_with_its_own_columns(
     all_plans: list[Plan], num_envs: int, chunk: int, horizon: int, changes: list[int]
 ) -> None:
-    """``changes``: the rounds at which another version is taken in."""
+    """``changes``: the rounds at which the policy gets a new version."""
     simulators = Simulators(num_envs, chunk, all_plans)
     lanes = Lanes(spec(num_envs), horizon=horizon, noise_shape=(chunk, A), action_dtype="float32")
     ends: Counter[int] = Counter()
@@ -202,7 +202,7 @@ def test_every_episode_ends_once_with_its_own_columns(
 
 
 def decide_and_step(lanes: Lanes, simulators: Simulators, rows: NDArray[np.int32], version: int) -> list[int]:
-    """One decision of lanes that act alike, carried out; returns the episodes that decided."""
+    """Let ``rows`` of lanes decide once, and step their simulators; return the numbers of the episodes that decided."""
     observations, noise = lanes.inputs(rows)
     numbers = [simulators.playing[lane] for lane in rows.tolist()]
     shown = [simulators.seen(number, simulators.steps[lane]) for lane, number in zip(rows, numbers, strict=True)]
@@ -218,7 +218,7 @@ def decide_and_step(lanes: Lanes, simulators: Simulators, rows: NDArray[np.int32
 
 
 def check_group(episodes: list[Episode], chunk: int) -> None:
-    """A group of them survives the wire; lost episodes stand there without decisions."""
+    """Check that a group of the episodes survives encoding; lost episodes are in the group without decisions."""
     config = EmbodiedJob.parse(
         {
             "kind": "embodied", "name": "t", "environment": {"task": "t", "horizon": 13, "action_chunk": chunk},
@@ -227,7 +227,7 @@ def check_group(episodes: list[Episode], chunk: int) -> None:
     )  # fmt: skip
     ticket = Ticket(draw=Draw(4, 2), min_version=0, deadline=0.0, epoch=1)
     begun = [episode.record for episode in episodes if episode.record is not None]
-    if len(begun) > 1:  # each plan began in a state of its own
+    if len(begun) > 1:  # each plan begins in another state
         assert episode_group("job_t", config, ticket, episodes, meta={}).num_trajectories == 0
     episodes = [
         dataclasses.replace(one, record=one.record and dataclasses.replace(one.record, state_hash=begun[0].state_hash))
@@ -269,7 +269,7 @@ def test_columns_grow_with_a_long_episode() -> None:
         check_record(episode.record, number, plan, chunk=1, horizon=horizon, versions=[1] * horizon)
 
 
-def test_an_action_that_is_no_number_loses_its_episode() -> None:
+def test_an_action_that_is_not_finite_loses_its_episode() -> None:
     plan = Plan(5, True, 9, None, None, False, None, None)
     simulators, lanes = (
         Simulators(2, 1, [plan, plan]),
@@ -298,21 +298,21 @@ def test_noise_is_the_same_however_many_blocks_are_taken(counts: list[int], seed
         assert parts.dtype == np.float32
 
 
-def test_open_sessions_share_what_waits() -> None:
+def test_open_sessions_share_the_waiting_episodes() -> None:
     queue, episodes = EpisodeQueue(2), [Episode(reset_id=number) for number in range(8)]
     queue.add(episodes)
     queue.tell(0, 0)
     queue.tell(1, 0)
     assert queue.take(0, 8) == episodes[:4]
     queue.tell(0, 4)
-    assert queue.take(0, 4) == [], "the other one has its share to take"
+    assert queue.take(0, 4) == [], "the other session may still take its share"
     episodes[4].unwanted = True
     queue.tell(1, None)
-    assert queue.take(0, 3) == episodes[5:8], "it is not open any more"
+    assert queue.take(0, 3) == episodes[5:8], "the other session is no longer open"
 
 
-def test_a_lane_that_is_free_is_never_left_so() -> None:
-    """Both sessions ask in turn until nobody takes anything: nothing waits beside a free lane."""
+def test_no_lane_stays_free_while_episodes_wait() -> None:
+    """Two sessions take episodes in turn: afterwards no lane is free, as enough episodes waited."""
     queue: EpisodeQueue = EpisodeQueue(2)
     running, free = [3, 0], [1, 4]
     queue.add([Episode(reset_id=number) for number in range(5)])

@@ -35,7 +35,7 @@ trees = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal in type, shape and bits (the sign of zero and NaN included)."""
+    """Return True if both are equal in type, shape and bits (the sign of zero and NaN included)."""
     if isinstance(a, BFloat16):
         return isinstance(b, BFloat16) and same(a.bits, b.bits)
     if isinstance(a, np.ndarray):
@@ -67,8 +67,8 @@ def test_arrays_of_an_aligned_buffer_are_views_of_it(tree: Any) -> None:
 
 
 def decodes_or_refuses(data: bytes) -> None:
-    """Nothing but FrameError, and no more memory than a small multiple of the input."""
-    peak = min(peak_of(data) for _ in range(2))  # other threads of the process allocate, too, now and then
+    """Check that decoding raises only FrameError, and takes at most a small multiple of the input's memory."""
+    peak = min(peak_of(data) for _ in range(2))  # other threads of the process may allocate memory, too
     assert peak < 100_000 + 200 * len(data), peak
 
 

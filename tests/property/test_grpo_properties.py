@@ -43,7 +43,7 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
 
 
 @given(rewards_lists)
-def test_groups_do_not_see_each_other(groups: list[list[float]]) -> None:
+def test_groups_do_not_affect_each_other(groups: list[list[float]]) -> None:
     together = advantages(groups, scale_by_std=True)
     apart = torch.cat([advantages([group], scale_by_std=True) for group in groups])
     assert torch.equal(together, apart)
@@ -75,7 +75,7 @@ def test_failed_trajectories_change_no_statistic(groups: list[list[float]], data
         assert torch.equal(with_failed[valid], without)
 
 
-def test_a_failed_reward_that_is_not_a_number_stays_outside() -> None:
+def test_a_failed_reward_that_is_not_a_number_is_ignored() -> None:
     rewards = torch.tensor([1.0, 0.0, math.nan])
     valid = torch.tensor([True, True, False])
     result = grpo_advantages(rewards, torch.zeros(3, dtype=torch.long), valid, scale_by_std=False)
@@ -141,7 +141,7 @@ def test_microbatches_add_up_to_the_minibatch(mode: str, seed: int, parts: int) 
 
 
 @given(st.lists(st.tuples(st.floats(-30, 0), st.floats(-30, 0)), min_size=1, max_size=20))
-def test_kl_estimators_are_zero_at_home_and_bounded(pairs: list[tuple[float, float]]) -> None:
+def test_kl_estimators_are_zero_for_equal_policies_and_bounded(pairs: list[tuple[float, float]]) -> None:
     p, q = torch.tensor(pairs, dtype=torch.float64).T
     for estimator in ("k1", "k2", "k3"):
         assert not kl_estimate(estimator, p, p).any()

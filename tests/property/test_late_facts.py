@@ -1,4 +1,4 @@
-"""Facts after an episode ran out of time: a leader that saw it end decides like one that reads everything at once."""
+"""Turns and feedback after the end of an episode: a leader reading live decides like one reading all at once."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.shared.protocol.live.interaction import Feedback, FeedbackStatus, 
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 IDLE, AGE, END = 8, 20, 60
 
-Facts = list[tuple[int, Interaction | Feedback]]
-"""Facts, each with the second of its arrival."""
+Arrivals = list[tuple[int, Interaction | Feedback]]
+"""Interactions and feedback, each with the second of its arrival."""
 
 
 def job(gamma: float) -> OnlineJob:
@@ -49,27 +49,27 @@ def item(number: int, about: str, received: int, weight: float = 1.0) -> Feedbac
 
 
 class Reader:
-    """A leader, and its newest status of each item and interaction."""
+    """A leader that collects the newest status of each feedback item, and the refused interactions."""
 
     def __init__(self, config: OnlineJob) -> None:
         self.matching, self.statuses, self.refused = Matching(config), dict[str, tuple[str, str]](), dict[str, str]()
         self._seq = 0
 
-    def read(self, fact: Interaction | Feedback, now: float) -> None:
+    def read(self, record: Interaction | Feedback, now: float) -> None:
         self._seq += 1
-        is_turn = isinstance(fact, Interaction)
-        self._tell(
-            self.matching.on_interaction(self._seq, fact)
-            if isinstance(fact, Interaction)
-            else self.matching.on_feedback(self._seq, fact, now)
+        is_turn = isinstance(record, Interaction)
+        self._note(
+            self.matching.on_interaction(self._seq, record)
+            if isinstance(record, Interaction)
+            else self.matching.on_feedback(self._seq, record, now)
         )
-        assert is_turn or fact.id in {*self.statuses, *(item.feedback.id for item in self.matching.unmatched)}
+        assert is_turn or record.id in {*self.statuses, *(item.feedback.id for item in self.matching.unmatched)}
 
     def sweep(self, version: int, now: float) -> None:
-        self._tell(self.matching.sweep(version=version, now=now))
+        self._note(self.matching.sweep(version=version, now=now))
 
-    def _tell(self, fates: list[FeedbackStatus]) -> None:
-        self.statuses |= {one.feedback: (one.status, one.reason) for one in fates}
+    def _note(self, statuses: list[FeedbackStatus]) -> None:
+        self.statuses |= {one.feedback: (one.status, one.reason) for one in statuses}
         self.refused |= {one.interaction: one.reason for one in self.matching.refused_interactions.drain()}
 
     @property
@@ -79,47 +79,47 @@ class Reader:
         return sorted(paths, key=lambda one: one[0])
 
 
-def live(config: OnlineJob, facts: Facts) -> Reader:
-    """Settle every second."""
+def live(config: OnlineJob, arrivals: Arrivals) -> Reader:
+    """Let a leader read each arrival in its second, and sweep every second; return the leader."""
     reader = Reader(config)
     for now in range(END + 1):
         reader.sweep(0, now)
-        for _, fact in (one for one in facts if one[0] == now):
-            reader.read(fact, now)
+        for _, record in (one for one in arrivals if one[0] == now):
+            reader.read(record, now)
     return reader
 
 
-def read_at_once(config: OnlineJob, facts: Facts) -> Reader:
-    """Read one stream, then the other, and only then decide."""
+def read_at_once(config: OnlineJob, arrivals: Arrivals) -> Reader:
+    """Let a leader read all interactions, then all feedback, and only then sweep; return the leader."""
     reader = Reader(config)
     for kind in (Interaction, Feedback):
-        for _, fact in facts:
-            if isinstance(fact, kind):
-                reader.read(fact, END)
+        for _, record in arrivals:
+            if isinstance(record, kind):
+                reader.read(record, END)
     reader.sweep(0, END)
     return reader
 
 
 @st.composite
-def courses(draw: st.DrawFn, whole: bool) -> Facts:
-    """Draw turns and items of one episode, one per second, with pauses; ``whole`` items judge the whole episode."""
+def courses(draw: st.DrawFn, whole: bool) -> Arrivals:
+    """Draw turns and feedback of one episode, each in its own second; ``whole``: some judge the whole episode."""
     seconds = sorted(draw(st.sets(st.integers(1, 45), min_size=2, max_size=9)))
-    facts: Facts = [(seconds[0], turn(0, seconds[0], cut=draw(st.booleans())))]
+    arrivals: Arrivals = [(seconds[0], turn(0, seconds[0], cut=draw(st.booleans())))]
     for number, second in enumerate(seconds[1:], 1):
-        known = [fact.id for _, fact in facts if isinstance(fact, Interaction)]
+        known = [record.id for _, record in arrivals if isinstance(record, Interaction)]
         if draw(st.integers(0, 2)) == 0:
-            facts.append((second, turn(number, second, cut=draw(st.booleans()))))
+            arrivals.append((second, turn(number, second, cut=draw(st.booleans()))))
         else:
             about = draw(st.sampled_from([*known, *([""] if whole else [])]))
-            facts.append((second, item(number, about, second, weight=draw(st.sampled_from([0.0, 1.0, 1.0])))))
-    return facts
+            arrivals.append((second, item(number, about, second, weight=draw(st.sampled_from([0.0, 1.0, 1.0])))))
+    return arrivals
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.booleans().flatmap(lambda credit: st.tuples(st.just(credit), courses(whole=credit))))
-def test_a_new_leader_reverses_no_refusal(course: tuple[bool, Facts]) -> None:
-    config, facts = job(1.0 if course[0] else 0.0), course[1]
-    first, second = live(config, facts), read_at_once(config, facts)
+def test_a_new_leader_reverses_no_refusal(course: tuple[bool, Arrivals]) -> None:
+    config, arrivals = job(1.0 if course[0] else 0.0), course[1]
+    first, second = live(config, arrivals), read_at_once(config, arrivals)
     assert second.refused == first.refused
     assert second.statuses == first.statuses
     assert second.ready == first.ready
@@ -127,22 +127,22 @@ def test_a_new_leader_reverses_no_refusal(course: tuple[bool, Facts]) -> None:
 
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
 def test_late_feedback_does_not_revive_an_answer(gamma: float) -> None:
-    facts: Facts = [(1, turn(0, 1)), (1 + IDLE, item(1, "i0", 1 + IDLE))]
-    for reader in (live(job(gamma), facts), read_at_once(job(gamma), facts)):
+    arrivals: Arrivals = [(1, turn(0, 1)), (1 + IDLE, item(1, "i0", 1 + IDLE))]
+    for reader in (live(job(gamma), arrivals), read_at_once(job(gamma), arrivals)):
         assert (reader.statuses, reader.refused) == ({"f1": ("rejected", "no_feedback")}, {"i0": "no_feedback"})
 
 
 def test_a_turn_of_a_refused_episode_is_too_late() -> None:
-    facts: Facts = [(1, turn(0, 1)), (20, turn(1, 20)), (21, item(2, "i1", 21)), (22, item(3, "", 22))]
-    for reader in (live(job(1.0), facts), read_at_once(job(1.0), facts)):
+    arrivals: Arrivals = [(1, turn(0, 1)), (20, turn(1, 20)), (21, item(2, "i1", 21)), (22, item(3, "", 22))]
+    for reader in (live(job(1.0), arrivals), read_at_once(job(1.0), arrivals)):
         assert reader.refused == {"i0": "no_feedback", "i1": "episode_over"}
         assert reader.statuses == {"f2": ("rejected", "episode_over"), "f3": ("rejected", "no_feedback")}
 
 
 def test_feedback_in_time_can_be_revised_until_admission() -> None:
-    """A ready episode waits for a batch: it takes later feedback, and a new version changes nothing."""
-    facts: Facts = [(1, turn(0, 1)), (2, item(1, "i0", 2)), (30, turn(2, 30, version=9)), (31, item(3, "i2", 31))]
-    for reader in (live(job(1.0), facts), read_at_once(job(1.0), facts)):
+    """While a ready episode waits for a batch, later feedback still counts, and a new version changes nothing."""
+    arrivals: Arrivals = [(1, turn(0, 1)), (2, item(1, "i0", 2)), (30, turn(2, 30, version=9)), (31, item(3, "i2", 31))]
+    for reader in (live(job(1.0), arrivals), read_at_once(job(1.0), arrivals)):
         reader.sweep(9, END)
         assert reader.ready == [(["i2"], {"f1", "f3"}, 0.5)]
         assert reader.refused == {}

@@ -1,4 +1,4 @@
-"""The heap of values that change often: the same answers as a search, bounded, and never much work at once."""
+"""The heap of values that change often: the answers of a search, bounded memory, and little work at each call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = st.one_of(
 
 
 class Values:
-    """The values themselves, and how often the heap asks whether one still holds."""
+    """Current values with a heap over them; ``asked`` counts how often the heap checks whether a value still holds."""
 
     def __init__(self) -> None:
         self.now: dict[str, float] = {}
@@ -40,7 +40,7 @@ def _clean_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(STEPS, max_size=120))
-def test_a_heap_that_is_being_cleaned_answers_as_a_search_does(steps: list[tuple[str, str, float]]) -> None:
+def test_a_heap_in_cleaning_gives_the_same_answers_as_a_search(steps: list[tuple[str, str, float]]) -> None:
     values = Values()
     for step, name, value in steps:
         if step == "put":
@@ -59,8 +59,8 @@ def test_a_heap_that_is_being_cleaned_answers_as_a_search_does(steps: list[tuple
                 del values.now[other]
 
 
-def test_however_many_wait_a_push_looks_at_few() -> None:
-    """A new leader reads a million: none of them is outdated, and nothing is to be cleaned."""
+def test_a_put_checks_few_values_however_many_wait() -> None:
+    """While no value is outdated, as for a new leader that reads a million, the heap checks none."""
     values = Values()
     for number in range(5_000):
         values.put(str(number), float(number))

@@ -1,4 +1,4 @@
-"""A snapshot and what follows it fold to what the whole ledger folds to, at every point of any history."""
+"""A snapshot and the events after it fold to the same state as the whole ledger, at every point of any history."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ UUID = "0192f0c1-0000-7000-8000-000000000001"
 
 
 def histories() -> st.SearchStrategy[list[Event]]:
-    """Any sequence of events that a ledger may hold."""
+    """Return a strategy for sequences of events that a ledger may hold."""
     return st.composite(_history)()
 
 
@@ -58,7 +58,7 @@ def _history(draw: st.DrawFn) -> list[Event]:
 
 
 def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PLR0911, PLR0912  one case for each kind
-    """One that the state allows."""
+    """Draw an event that the state allows."""
     epoch = state.epoch + draw(st.sampled_from([0, 0, 0, 1]))
     base = {"writer_epoch": epoch, "time": 5.0}
     plan = {"min_version": state.version, "deadline": 9.5}
@@ -79,10 +79,10 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
             )  # fmt: skip
         case "canary_judged":
             name = str(draw(st.integers(0, 5)))
-            told = Judged(
+            sample = Judged(
                 f"c{name}", draw(st.booleans()), draw(st.sampled_from([0.5, -1.0])), [name], ["k"], ["a"], ["u"]
             )
-            return CanaryJudged(**base, version=state.version, judged=[told])
+            return CanaryJudged(**base, version=state.version, judged=[sample])
         case "promoted":
             return Promoted(**base, version=state.version, number=state.last_trained, digest="w", reason="passed")
         case "promotion_refused":
@@ -153,7 +153,7 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
 @pytest.mark.long
 @given(histories())
 @settings(max_examples=60)
-def test_a_snapshot_and_its_tail_are_the_whole(events: list[Event]) -> None:
+def test_a_snapshot_and_its_tail_fold_to_the_whole_ledger(events: list[Event]) -> None:
     everything = fold(events)
     for count in range(len(events) + 1):
         data = encode_snapshot(fold(events[:count]), job=JOB, seq=count, entry="e")
@@ -164,7 +164,7 @@ def test_a_snapshot_and_its_tail_are_the_whole(events: list[Event]) -> None:
 
 @given(histories(), st.data())
 def test_a_damaged_snapshot_is_refused_or_harmless(events: list[Event], data: st.DataObject) -> None:
-    """Wherever a byte changes: it is noticed, or it stands where nothing that counts does."""
+    """A changed byte is either noticed, or does not change the decoded state."""
     expected = fold(events)
     damaged = bytearray(encode_snapshot(expected, job=JOB, seq=7, entry="e"))
     place = data.draw(st.integers(0, len(damaged) - 1))
@@ -187,7 +187,7 @@ STARTED = fold([JobStarted(writer_epoch=3, time=0.0, config_digest="c")])
         ({"digest": "0" * 32}, "does not hash"),
     ],
 )
-def test_what_was_made_otherwise_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_snapshot_of_another_version_or_job_is_refused(changes: dict[str, object], message: str) -> None:
     snapshot, envelope = unpack(encode_snapshot(STARTED, job=JOB, seq=1, entry="e"), Snapshot)
     other = msgspec.structs.replace(snapshot, **changes)
     with pytest.raises(ProtocolError, match=message):

@@ -1,4 +1,4 @@
-"""Hugging Face weights cut, fused, and put together again are the same bits, whatever the shapes and ranks."""
+"""Hugging Face weights that are cut, fused and joined again have the same bits, for all shapes and ranks."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def models(tensor_parallel: int) -> st.SearchStrategy[tuple[Shapes, int]]:
 
 
 def whole_tensors(shapes: Shapes) -> dict[str, Tensor]:
-    """Every element of every tensor is another number."""
+    """Return tensors of these shapes, in which every element is a different number."""
     total, tensors = 0, {}
     for name, shape in shapes.items():
         size = int(torch.Size(shape).numel())
@@ -89,7 +89,7 @@ def whole_tensors(shapes: Shapes) -> dict[str, Tensor]:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from([1, 2, 3, 4]))
-def test_round_trip(data: st.DataObject, size: int) -> None:
+def test_weights_survive_cutting_fusing_and_joining(data: st.DataObject, size: int) -> None:
     shapes, kv = data.draw(models(size))
     whole = whole_tensors(shapes)
     again: dict[str, Tensor] = {}
@@ -101,8 +101,8 @@ def test_round_trip(data: st.DataObject, size: int) -> None:
         for place in range(over if parameter.is_dealt else 1):
             ranks = []
             for rank in range(size):
-                mine = [dealt(whole[piece.name], piece, rank=place) for piece in parameter.pieces]
-                parts = [cut(t, piece, rank=rank, size=size) for t, piece in zip(mine, parameter.pieces, strict=True)]
+                pieces = [dealt(whole[piece.name], piece, rank=place) for piece in parameter.pieces]
+                parts = [cut(t, piece, rank=rank, size=size) for t, piece in zip(pieces, parameter.pieces, strict=True)]
                 fused = fuse(parts, parameter)
                 assert fused.shape == shape_on_rank(parameter, size=size)
                 ranks.append(split(fused, parameter, rank=rank, size=size))
@@ -143,7 +143,7 @@ def test_stages_are_equal_runs_of_layers() -> None:
 
 
 def test_heads_are_interleaved_by_query_group() -> None:
-    """[q q k v] of the first group, then of the second: what megatron-core's SelfAttention splits again."""
+    """The rows are [q q k v] of the first group, then of the second, as megatron-core's SelfAttention expects."""
     shapes = shapes_of(
         layers=1, kv=2, ratio=2, d=2, width=1, mlp=2, vocab=4, bias=False, norms=False, head="tied"
     )  # fmt: skip
@@ -153,7 +153,7 @@ def test_heads_are_interleaved_by_query_group() -> None:
     assert fused == [100, 101, 102, 103, 200, 201, 300, 301, 104, 105, 106, 107, 202, 203, 302, 303]
 
 
-def test_the_parts_of_two_ranks_are_the_halves_of_one() -> None:
+def test_the_parts_of_two_ranks_are_halves_of_the_part_of_one() -> None:
     shapes = shapes_of(layers=1, kv=2, ratio=2, d=4, width=3, mlp=4, vocab=6, bias=True, norms=True, head="untied")
     whole = whole_tensors(shapes)
     one = {p.name: p for p in mapping_of(shapes, num_kv_heads=2, tensor_parallel=1)}
@@ -188,7 +188,7 @@ BASE: dict[str, Any] = {
         ({}, {"transformer.wte.weight": (4, 4)}, 1, "no place"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_named(change: dict[str, Any], extra: Shapes, tensor_parallel: int, message: str) -> None:
+def test_unfit_models_are_refused(change: dict[str, Any], extra: Shapes, tensor_parallel: int, message: str) -> None:
     shapes = shapes_of(**{**BASE, **change}) | extra
     kv = {**BASE, **change}["kv"]
     with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
@@ -203,7 +203,7 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], extra: Shapes, tenso
         (0, {"expert_parallel": 2}, "this model has no experts"),
     ],
 )
-def test_layers_and_experts_that_cannot_be_dealt_evenly(experts: int, sizes: dict[str, int], message: str) -> None:
+def test_uneven_layers_and_experts_are_refused(experts: int, sizes: dict[str, int], message: str) -> None:
     shapes = shapes_of(**{**BASE, "layers": 3, "experts": experts})
     with pytest.raises(ConfigError, match=message):
         mapping_of(shapes, num_kv_heads=2, tensor_parallel=1, **sizes)

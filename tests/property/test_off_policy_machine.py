@@ -88,7 +88,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
     def post_example(
         self, *, number: int, back: int, key: str, revision: int, kind: Any, age: int, complete: bool, turn: int
     ) -> None:
-        """Post examples, also about answers that do not exist yet, revised ones, and ones of untrusted keys."""
+        """Post an example; it may be about a missing answer, revise another example, or have an untrusted key."""
         last = len(machine.NAMES) - 1
         one, other = (machine.NAMES[max(0, min(last, self.served - back - n))] for n in (0, 1))
         bodies: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         self.sweep(everything=False)
 
     def find_records(self, item: Feedback) -> None:
-        """Look up records by name like the supply, however long ago they were read."""
+        """Look up missing records by name, as the supply of the leader does, however long ago they were read."""
         examples = self.matching.examples
         for name in examples.missing_records(item) if examples.accepts(item) else []:
             for seq, record in self.world.interactions.items():
@@ -128,7 +128,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
                     examples.add_record(name, InteractionRecord.of(seq, record))
 
     def append(self, events: list[Event], *, crash: bool = False) -> None:
-        """Check that a posted episode is decided once, whichever leader decides."""
+        """Append events, and check that no posted episode is admitted which a leader already decided."""
         self.record()
         closed = {
             digest

@@ -1,4 +1,4 @@
-"""Decisions on live data follow from the streams alone, and no user decides for the others."""
+"""Decisions on live data depend on the streams alone, and no user dominates the batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARES = Path(__file__).with_name("test_online_shares.py")
 
 
 def load() -> ModuleType:
-    """Load the job under traffic from the neighbouring tests."""
+    """Load the neighbouring test module, which has a job under traffic."""
     spec = importlib.util.spec_from_file_location("online_shares", SHARES)
     assert spec is not None
     assert spec.loader is not None

@@ -62,18 +62,18 @@ class World:
     interactions: dict[int, Interaction] = field(default_factory=dict)
     feedback: dict[int, list[Feedback]] = field(default_factory=dict)
     stored: dict[int, GroupHeader] = field(default_factory=dict)
-    fates: list[FeedbackStatus] = field(default_factory=list)
-    """Statuses that followed from entries, the last ones after the end of the job."""
+    statuses: list[FeedbackStatus] = field(default_factory=list)
+    """Statuses of feedback that followed from ledger entries; those of the end of the job come last."""
     decided: dict[str, InteractionStatus] = field(default_factory=dict)
-    """Statuses of interactions, by the rule of ``InteractionStatus``."""
+    """Status of each interaction, by the rule of ``InteractionStatus``."""
     rejected_for_space: set[str] = field(default_factory=set)
     """Interactions and feedback rejected for lack of room."""
     num_groups: int = 0
 
     engine_version: int = 0
 
-    def take(self, fates: list[InteractionStatus]) -> None:
-        for one in fates:
+    def take(self, statuses: list[InteractionStatus]) -> None:
+        for one in statuses:
             if one.ordinal >= 0 or one.interaction not in self.decided:
                 self.decided[one.interaction] = one
 
@@ -111,11 +111,11 @@ class OnlineMachine(RuleBasedStateMachine):
 
     def rebuild(self) -> None:
         """Derive the statuses once more, from the ledger alone."""
-        self.world.fates, self.world.decided = [], {}
+        self.world.statuses, self.world.decided = [], {}
         state = LedgerState()
         for entry in self.world.entries:
             fold(entry, state)
-            self.world.fates += feedback_statuses(entry, state)
+            self.world.statuses += feedback_statuses(entry, state)
             self.world.take(interaction_statuses(entry, state))
 
     def core(self, state: LedgerState) -> JobRun:
@@ -132,7 +132,7 @@ class OnlineMachine(RuleBasedStateMachine):
         self.append(self.run.decide(self.now))
 
     def record(self) -> None:
-        """Append what facts decided, before the next decision moves the marks past it."""
+        """Append unrecorded decisions on feedback and interactions before an entry moves ``read_from`` past them."""
         self.unrecorded.add_interactions(self.matching.refused_interactions.drain())
         self.unrecorded.close_episodes(self.matching.examples.closed.drain())
         if self.run.state.started:
@@ -154,7 +154,7 @@ class OnlineMachine(RuleBasedStateMachine):
     def commit(self, events: list[Event]) -> None:
         self.world.entries.append(events)
         effects = self.run.commit(events)
-        self.world.fates += feedback_statuses(events, self.run.state)
+        self.world.statuses += feedback_statuses(events, self.run.state)
         self.world.take(interaction_statuses(events, self.run.state))
         for event in events:
             if isinstance(event, Admitted):
@@ -231,7 +231,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), early=st.booleans(), key=st.sampled_from(KEYS), full=st.booleans())
     def talk(self, count: int, early: bool, key: str, full: bool = False) -> None:
-        """Serve answers that are rated at once, sometimes before they are read; then a new leader may take over."""
+        """Serve answers and post a rating of each, which may be read first; then a new leader may take over."""
         for n in range(count):
             if self.served < len(NAMES):
                 self.serve(episode="", old=0, broken=0)
@@ -281,7 +281,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.5, 1.0]))
     def stream_is_full(self, share: float) -> None:
-        """Reject what waits in the older part of the stream."""
+        """Reject undecided feedback in the older part of a full stream."""
         names = self.matching.undecided_feedback(int(share * self.cursor[1]))
         self.note(self.matching.reject(names, "feedback_full", self.now))
         self.record()
@@ -292,9 +292,9 @@ class OnlineMachine(RuleBasedStateMachine):
         """Reject the oldest episodes, and the feedback on them."""
         for name in list(self.matching.episodes)[:count]:
             self.world.rejected_for_space.update(turn.interaction.id for turn in self.matching.episodes[name].turns)
-            fates = self.matching._refuse(name, "too_many_waiting", self.now)
-            self.world.rejected_for_space.update(one.feedback for one in fates)
-            self.note(fates)
+            statuses = self.matching._refuse(name, "too_many_waiting", self.now)
+            self.world.rejected_for_space.update(one.feedback for one in statuses)
+            self.note(statuses)
         self.record()
 
     @rule()
@@ -308,7 +308,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule()
     def crash_after_the_append(self) -> None:
-        """Crash after the append: the decision is durable, and none of its effects happened."""
+        """Crash after an append: the decision is durable, but none of its effects has happened."""
         self.append(self.run.decide(self.now), crash=True)
         self.crash()
 
@@ -322,7 +322,7 @@ class OnlineMachine(RuleBasedStateMachine):
             kind="trained", epoch=1, batch=batch.number, revision=batch.revision, version=version, digest=f"w{version}",
             metrics=self.measured(),
         )  # fmt: skip
-        if crash == "before":  # engines know the version before the ledger does
+        if crash == "before":  # engines have the version before the ledger has it
             self.crash()
         if crash == "after":
             self.append(self.run.on_report(report, self.now), crash=True)
@@ -332,7 +332,7 @@ class OnlineMachine(RuleBasedStateMachine):
 
     @rule()
     def fork(self) -> None:
-        """Let a restarted trainer fail to repeat a batch: its draws are opened again, from the same records."""
+        """Let a restarted trainer fork, as it cannot repeat a batch; its draws reopen with the same records."""
         state = self.run.state
         newest = -1 if state.checkpoint is None else state.checkpoint.number
         rolled_back = [number for number in state.batches if number > newest]
@@ -363,12 +363,12 @@ class OnlineMachine(RuleBasedStateMachine):
         return [one for event in events if isinstance(event, Admitted) for one in event.admissions]
 
     @invariant()
-    def books_hold(self) -> None:
+    def the_ledger_balances(self) -> None:
         assert self.run.state.balanced()
         assert not audit_ledger(self.world.entries, self.config).violations
 
     @invariant()
-    def once_only(self) -> None:
+    def nothing_is_admitted_twice(self) -> None:
         for kind in ("interactions", "feedback"):
             counts = Counter(name for one in self.admissions() for name in getattr(one, kind))
             assert not [name for name, count in counts.items() if count > 1]
@@ -387,14 +387,14 @@ class OnlineMachine(RuleBasedStateMachine):
                 assert max(keys.values()) <= self.config.online.max_share_per_key * len(event.groups)
 
     def teardown(self) -> None:
-        """Read everything and end the job: each item has one newest status, and it agrees with the ledger."""
+        """Read everything, end the job, and check that the newest status of each item agrees with the ledger."""
         while self.cursor[0] in self.world.interactions:
             self.read_interactions(4)
         while self.cursor[1] in self.world.feedback:
             self.read_feedback(4)
         self.append(self.run.finish(self.now, {}))
         self.rebuild()
-        newest = {one.feedback: one for one in self.world.fates}
+        newest = {one.feedback: one for one in self.world.statuses}
         ordinals = {name: one.ordinal for one in self.admissions() for name in one.feedback}
         lineage = audit_ledger(self.world.entries, self.config).trained
         trained = {group.draw.ordinal for batch in lineage.values() for group in batch.groups}

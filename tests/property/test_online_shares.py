@@ -1,4 +1,4 @@
-"""No owner has more of a batch than its share, however much of the traffic it sends."""
+"""No owner has more of a batch than its share, however much traffic it sends."""
 
 from __future__ import annotations
 
@@ -110,13 +110,13 @@ def test_every_episode_fits_within_the_shares_of_its_owners(
     parts = within_bounds(config, range(len(found)), lambda left: [[n] for n in left], lambda part: found[part[0]])
     assert bool(parts) is bool(found)
     assert parts == sorted(parts)
-    assert InFlightBounds.of(config).try_add([found[part[0]] for part in parts]), "it does not wait for ever"
+    assert InFlightBounds.of(config).try_add([found[part[0]] for part in parts]), "parts wait for ever"
     for place, share in enumerate(shares):
         counts = Counter(name for (part,) in parts for name in found[part][0][place])
         assert share == 1 or max(counts.values(), default=0) <= share * config.max_draws
 
 
-def test_a_batch_that_is_not_due_is_full_or_none() -> None:
+def test_a_batch_that_is_not_due_is_full_or_empty() -> None:
     config = job(max_share_per_key=0.5)
     known = {n: admission(n, Owners((HOSTILE if n < 6 else "a",), ("x",), ("u",))) for n in range(9)}
     draws = [Draw(n) for n in known]
@@ -128,7 +128,7 @@ def test_a_batch_that_is_not_due_is_full_or_none() -> None:
 
 
 class Flood:
-    """A job under traffic: answers are rated at once, batches are trained at once."""
+    """A job under traffic: each answer gets feedback at once, and each batch is trained at once."""
 
     def __init__(self, config: OnlineJob) -> None:
         self.config, self.now, self.served = config, 1000.0, 0
@@ -156,11 +156,11 @@ class Flood:
             body_digest="", text="", started=self.now, first_token=self.now, ended=self.now,
         )  # fmt: skip
         self.matching.on_interaction(seq, record)
-        said = Feedback(
+        feedback = Feedback(
             id=f"f{seq}", job="j", kind="metric", key_id=judge, received=self.now, inference=name, metric="rating",
             value=value,
         )  # fmt: skip
-        self.matching.on_feedback(seq, said, self.now)
+        self.matching.on_feedback(seq, feedback, self.now)
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -212,7 +212,7 @@ class Flood:
 @pytest.mark.long
 @pytest.mark.parametrize("role", ["asks and judges", "asks", "judges"])
 def test_a_flood_of_one_key_is_at_most_its_share_of_every_batch(role: str) -> None:
-    """One key requests, or judges, nine of ten answers, or both."""
+    """One key requests nine of ten answers, judges nine of ten, or does both."""
     flood = Flood(job(10, max_share_per_key=SHARE, max_share_per_asker=SHARE))
     for number in range(300):
         hostile = number % 10 != 0
@@ -223,7 +223,7 @@ def test_a_flood_of_one_key_is_at_most_its_share_of_every_batch(role: str) -> No
         flood.traffic(asker, judge)
         if number % 10 == 9:
             flood.passes(1.0)
-    assert len(flood.batches) >= 3, "30 honest answers, 8 in each batch"
+    assert len(flood.batches) >= 3, "30 honest answers, 8 for each batch"
     for batch in flood.batches:
         assert len(batch) == 10, "draws that wait for their share make no small batch"
         assert sum(HOSTILE in one.judges for one in batch) <= 2
@@ -261,7 +261,7 @@ def bandit(config: OnlineJob, *, rounds: int) -> float:
 def test_inverted_feedback_on_nine_of_ten_answers_does_not_flip_a_policy() -> None:
     shares = {"max_share_per_key": SHARE, "max_share_per_asker": SHARE}
     assert bandit(job(10, **shares), rounds=90) >= 0.8
-    assert bandit(job(10), rounds=20) <= 0.1, "the shares alone stop it"
+    assert bandit(job(10), rounds=20) <= 0.1, "without shares the policy flips"
 
 
 def test_with_few_honest_answers_a_batch_waits_and_is_then_small() -> None:
@@ -280,7 +280,7 @@ def test_with_few_honest_answers_a_batch_waits_and_is_then_small() -> None:
     assert sum(HOSTILE in one.judges for one in batch) == 2
 
 
-def test_a_flood_alone_trains_nothing() -> None:
+def test_a_flood_alone_fills_no_batch() -> None:
     flood = Flood(job(max_share_per_key=SHARE, max_share_per_asker=SHARE))
     for _ in range(60):
         flood.traffic(HOSTILE, HOSTILE)

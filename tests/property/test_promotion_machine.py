@@ -1,4 +1,4 @@
-"""A job with a promotion gate, under everything that may happen to an online job, and rollbacks to any checkpoint."""
+"""State machine of an online job with a promotion gate, and with rollbacks to any checkpoint."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from penstock.shared.protocol.messages import Report
 
 
 def online_machine() -> Any:
-    """The module beside this one."""
+    """Load the neighbouring test module, and return it."""
     spec = importlib.util.spec_from_file_location("online_machine", Path(__file__).with_name("test_online_machine.py"))
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look there
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # for the dataclasses there
     spec.loader.exec_module(module)
     return module
 
@@ -36,7 +36,7 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
     @initialize(max_lag=st.integers(0, 2), batch=st.integers(2, 3), patience=st.integers(1, 3))
     def begin(self, max_lag: int, batch: int, patience: int) -> None:
         self.promotion = PromotionConfig(min_entropy=0.5, patience=min(patience, max_lag + 1))
-        self.entropy, self.told = 1.0, -1
+        self.entropy, self.announced = 1.0, -1
         plain = BASE.job(max_lag=max_lag, batch=batch, gamma=0.0, share=1.0, default_after_s=None)
         online = plain.online.model_copy(update={"promotion": self.promotion})
         self.config, self.world = plain.model_copy(update={"online": online}), BASE.World()
@@ -46,7 +46,7 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
 
     def core(self, state: LedgerState) -> JobRun:
         gate = PromotionGate(self.promotion, lambda: None)
-        gate.announced = self.told
+        gate.announced = self.announced
         return JobRun(
             self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source, promotion=gate
         )
@@ -59,17 +59,17 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
         self.entropy = entropy
 
     @rule()
-    def engines_are_told(self) -> None:
+    def engines_load_the_version(self) -> None:
         state, gate = self.run.state, self.run.promotion
         assert gate is not None
         if state.promoted is not None:
-            self.told = gate.announced = state.promoted.version
+            self.announced = gate.announced = state.promoted.version
         self.decide()
 
     @rule(entropy=st.sampled_from([1.0, 1.0, 0.1]), saved=st.booleans())
     def one_update(self, entropy: float, saved: bool) -> None:
-        """The usual way, so that rare ones begin somewhere."""
-        self.engines_are_told()
+        """Take the usual course of an update, so that rare events find a job in training."""
+        self.engines_load_the_version()
         self.talk(count=4, early=False, key=BASE.KEYS[0])
         if self.run.state.sealed:
             self.entropy = entropy
@@ -90,7 +90,7 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
         state, rollback = self.run.state, self.run.rollback
         assert rollback is not None
         later = state.after(rollback.number)
-        if not later:  # a fork was there first
+        if not later:  # a fork has already removed the batches
             self.run.asked_rollback = None
             return
         assert all(number in state.batches for number in later)
@@ -104,7 +104,7 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
             )
         )  # fmt: skip
         again = [draw for draw in self.run.state.open if draw not in before and draw.n]
-        assert not again, "what is rolled back is not opened again"
+        assert not again, "draws that are rolled back must not be opened again"
         assert (self.run.state.updates, self.run.state.fork_request) == (updates, rollback.operation)
         assert self.run.state.checkpoint is not None
         assert self.run.state.checkpoint.number < batch
@@ -113,7 +113,7 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
     # -- what must hold ----------------------------------------------------------------------------------------------
 
     @invariant()
-    def only_what_passed_is_served(self) -> None:
+    def only_passed_versions_are_served(self) -> None:
         state = self.run.state
         assert len(state.sealed) <= 1
         if state.promoted is None:
@@ -124,11 +124,11 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
             if isinstance(event, Promoted) and event.reason == "passed":
                 assert event.figures["policy/entropy"] >= 0.5
             if isinstance(event, PromotionRefused):
-                known = event.figures  # none of what is left after a fork that nobody wanted
+                known = event.figures  # empty for a version that is left after an unrequested fork
                 assert not known or known["policy/entropy"] < 0.5
 
     @invariant()
-    def what_is_served_can_be_made_again(self) -> None:
+    def the_served_version_can_be_trained_again(self) -> None:
         state = self.run.state
         if state.promoted is not None:
             base = state.base_of(state.promoted.number)

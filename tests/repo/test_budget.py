@@ -1,4 +1,4 @@
-"""Size and names: what keeps the tree readable is checked, not hoped for."""
+"""Sizes and names that keep the sources readable."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TESTS_AND_TOOLS = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if "node_modules" not in path.parts
 )
-"""Programs whose docstrings are held to the same style; their size is not."""
+"""Programs whose docstrings must have the same style; their size is not limited."""
 MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 600, 200, 60
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "v2"}
 
@@ -42,7 +42,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @pytest.fixture(scope="module", autouse=True)
 def _trees() -> Iterator[None]:
-    """Syntax trees are millions of objects: no garbage collection goes over them here, and none behind these tests."""
+    """Stop garbage collection during these tests, which would traverse the millions of objects of the syntax trees."""
     gc.disable()
     yield
     tree_of.cache_clear()
@@ -70,7 +70,7 @@ def test_the_median_file_is_short() -> None:
     assert statistics.median(sizes) <= MAX_MEDIAN_LINES
 
 
-def test_functions_can_be_read_at_once() -> None:
+def test_functions_are_short() -> None:
     found = [
         f"{name_of(path)}: {node.name}: {lines} lines"
         for path in SOURCES
@@ -113,7 +113,7 @@ VAGUE = re.compile(r"(What|Whether|Who|Whoever|It|Nobody|Somebody)\b")
 
 
 def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and text of each docstring, those of attributes among them."""
+    """Yield line and text of each docstring, also of attributes."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
@@ -155,7 +155,7 @@ def test_no_swallowed_errors() -> None:
 
 
 def test_float_tensors_name_their_dtype() -> None:
-    """A job that loads a bf16 model changes the default of the whole process, in the middle of another job's update."""
+    """A job that loads a bf16 model changes torch's default dtype in the whole process, also for other jobs."""
     makers = {"torch.zeros", "torch.ones", "torch.empty", "torch.full", "torch.rand", "torch.randn", "torch.linspace"}
     found = [
         f"{name_of(path)}:{node.lineno}"

@@ -1,4 +1,4 @@
-"""Two processes never compare the clocks of their hosts: services read bus time."""
+"""Services read bus time, so that no two processes compare the clocks of their hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``.ci/run`` says what it did not run, and only a missing package is a reason not to run."""
+"""``.ci/run`` names each part that it skips, and skips a part only because a package is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WANTED = re.compile(r"python_with\(\"vllm\"\)")
 
 
 def vllm_part(folder: Path, engines: Path) -> subprocess.CompletedProcess[str]:
-    """Run the part "vLLM" of a copy of the script, where pip reaches no index and knows no other place of wheels."""
+    """Run the part "vLLM" in a copy of the script, where pip reaches no index and finds no wheels."""
     script = folder / ".ci" / "run"
     script.parent.mkdir()
     before, _, _ = SCRIPT.partition('\npart "install"')
@@ -33,7 +33,7 @@ def vllm_part(folder: Path, engines: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("apt_get", [None, "exit 100"], ids=["no apt-get", "no package"])
-def test_where_libfaketime_cannot_be_had_its_part_is_not_run(tmp_path: Path, apt_get: str | None) -> None:
+def test_a_part_is_skipped_if_libfaketime_cannot_be_installed(tmp_path: Path, apt_get: str | None) -> None:
     programs, script = tmp_path / "bin", tmp_path / ".ci" / "run"
     programs.mkdir()
     for name in ("bash", "dirname", "git", "mkdir"):
@@ -61,7 +61,7 @@ def test_where_libfaketime_cannot_be_had_its_part_is_not_run(tmp_path: Path, apt
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_where_vllm_cannot_be_had_its_part_is_not_run(tmp_path: Path) -> None:
+def test_a_part_is_skipped_if_vllm_cannot_be_installed(tmp_path: Path) -> None:
     ended = vllm_part(tmp_path, tmp_path / "engines")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert re.search(r"^vLLM +\d+  NOT RUN: pip did not get its packages$", ended.stdout, re.MULTILINE)
@@ -71,7 +71,7 @@ def test_where_vllm_cannot_be_had_its_part_is_not_run(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_an_installation_that_fails_by_itself_fails(tmp_path: Path) -> None:
+def test_a_part_fails_if_its_installation_has_another_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ended = vllm_part(tmp_path, tmp_path / "file" / "engines")
     assert ended.returncode == 1, ended.stdout + ended.stderr
@@ -79,8 +79,8 @@ def test_an_installation_that_fails_by_itself_fails(tmp_path: Path) -> None:
     assert "the next" not in ended.stdout and ended.stdout.endswith("\nFAILED (exit status 1)\n")
 
 
-def test_what_needs_vllm_is_marked() -> None:
-    """Its part selects by the mark; others leave these tests out because they are long, or marked."""
+def test_tests_that_need_vllm_are_marked() -> None:
+    """The part selects tests by the mark `vllm`; other parts exclude these tests, because they are long or marked."""
     asking = [path for path in TESTS if WANTED.search(path.read_text(encoding="utf-8"))]
     assert len(asking) > 2
     for path in asking:
@@ -89,6 +89,6 @@ def test_what_needs_vllm_is_marked() -> None:
 
 
 def test_long_tests_and_those_of_vllm_are_marked_in_their_own_files() -> None:
-    """``tests/conftest.py`` does not import the other files where only these tests are wanted."""
+    """``tests/conftest.py`` imports only files with such a mark if only these tests are selected."""
     helpers = {*(ROOT / "tests").rglob("*.py")} - {*TESTS}
     assert [path for path in helpers if re.search(r"mark\.(long|vllm)", path.read_text(encoding="utf-8"))] == []

@@ -1,4 +1,4 @@
-"""The container files describe the services that exist, and nothing drifts between them and the settings."""
+"""The container files match the services that exist, and the settings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_only_known_settings_are_given(service: str) -> None:
     assert set(COMPOSE["services"][service]["environment"]) <= known
 
 
-def test_weights_are_shared_by_those_who_say_so() -> None:
+def test_trainer_and_rollout_share_the_volume_of_weights() -> None:
     trainer, rollout = COMPOSE["services"]["trainer"], COMPOSE["services"]["rollout"]
     assert trainer["environment"]["PENSTOCK_HOST_ID"] == rollout["environment"]["PENSTOCK_HOST_ID"]
     mount = f"weights:{trainer['environment']['PENSTOCK_SHM_DIR']}"
@@ -81,7 +81,7 @@ def test_ports_are_published_on_loopback_only() -> None:
 
 
 def test_nothing_starts_with_a_known_secret() -> None:
-    """Compose refuses to start without them, and a script makes them."""
+    """Compose refuses to start without secrets; ``deploy/secrets.sh`` creates them."""
     given = {
         name: text
         for entry in COMPOSE["services"].values()
@@ -92,18 +92,18 @@ def test_nothing_starts_with_a_known_secret() -> None:
     assert all(text == f"${{{name}:?run deploy/secrets.sh}}" for name, text in given.items())
 
 
-def test_secrets_are_made_once(tmp_path: Path) -> None:
+def test_secrets_are_created_once(tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     script = tmp_path / "deploy" / "secrets.sh"
     script.write_text((ROOT / "deploy/secrets.sh").read_text(encoding="utf-8"))
     subprocess.run(["sh", script], check=True, capture_output=True)
-    made = (tmp_path / ".env").read_text()
-    lines = dict(line.split("=", 1) for line in made.splitlines())
+    first = (tmp_path / ".env").read_text()
+    lines = dict(line.split("=", 1) for line in first.splitlines())
     assert lines.keys() == {"PENSTOCK_API_KEYS", *(f"PENSTOCK_NATS_{role.upper()}" for role in ROLES)}
     assert len({*lines.values()}) == len(lines) and all(re.fullmatch("s[0-9a-f]{48}", text) for text in lines.values())
     assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
     subprocess.run(["sh", script], check=True, capture_output=True)
-    assert (tmp_path / ".env").read_text() == made
+    assert (tmp_path / ".env").read_text() == first
 
 
 @pytest.mark.parametrize("service", COMPOSE["services"])
@@ -144,14 +144,14 @@ def test_the_bus_has_room_for_all_streams() -> None:
     assert settings["ledger_bytes"].default is None, "as large as the others"
     stream_bytes = settings["stream_bytes"].default
     sizes = max_bytes(experience_bytes=settings["experience_bytes"].default, stream_bytes=stream_bytes)
-    told = re.search(
+    comment = re.search(
         r"PENSTOCK_EXPERIENCE_BYTES \+ PENSTOCK_LEDGER_BYTES .*\n +# \+ (\d+) x PENSTOCK_STREAM_BYTES \+ (\d+) MiB of "
         r"snapshots \+ (\d+) MiB of the audit log \+ (\d+) MiB of videos\n +# "
         r"\+ (\d+) MiB of completions in progress \+ (\d+) buckets x (\d+) MiB = ([\d,]+) MiB by",
         conf,
     )
-    assert told is not None
-    assert [int(number.replace(",", "")) << 20 for number in told.groups()] == [
+    assert comment is not None
+    assert [int(number.replace(",", "")) << 20 for number in comment.groups()] == [
         sum(size == stream_bytes for size in sizes.values()) - 1 << 20, SNAPSHOT_BYTES, AUDIT_BYTES, VIDEO_BYTES,
         PARTIAL_BYTES, len(BUCKETS) << 20, BUCKET_BYTES, sum(sizes.values()),
     ]  # fmt: skip
@@ -205,8 +205,8 @@ def test_the_list_of_an_extra_names_what_it_requires(extra: str) -> None:
     assert CLOSURES["core"] <= CLOSURES[extra]
 
 
-def test_the_lists_are_closed() -> None:
-    """A package that one that is installed here needs is in its list, too: images install no dependencies of pins."""
+def test_lists_of_requirements_contain_all_dependencies() -> None:
+    """A list contains the dependencies of its packages, because images install pins without dependencies."""
 
     def needs_of(name: str) -> Iterator[str]:
         for line in metadata.requires(name) or []:
@@ -222,7 +222,7 @@ def test_the_lists_are_closed() -> None:
 
 
 def test_images_install_pins_with_hashes() -> None:
-    """All but torch, and extras that are outside of the lock file."""
+    """Exceptions are torch, and extras that are not in the lock file."""
     script = (ROOT / "deploy/install.sh").read_text(encoding="utf-8")
     assert 'pip install --no-deps --require-hashes -r "$locked"' in script and "pip check" in script
     runs = [line for line in DOCKERFILE.splitlines() if "pip install" in line]
@@ -239,7 +239,7 @@ def test_images_install_pins_with_hashes() -> None:
         assert all(re.match(r"\S+==\S+", entry) and "--hash=sha256:" in entry for entry in entries), extras
 
 
-def test_what_the_lock_does_not_cover_is_told_apart() -> None:
+def test_requirements_outside_the_lock_file_are_listed() -> None:
     loose = LISTS["unlocked"](PROJECT, ["verifiers", "env"])
     assert loose == PROJECT["optional-dependencies"]["verifiers"] and "verifiers" not in CLOSURES
     with pytest.raises(KeyError):
@@ -247,13 +247,13 @@ def test_what_the_lock_does_not_cover_is_told_apart() -> None:
 
 
 def stages() -> dict[str, tuple[str, str]]:
-    """By name: the stage that each stage of the Dockerfile begins with, and its text."""
+    """Return, by name, the base stage and the text of each stage of the Dockerfile."""
     found = re.findall(r"^FROM (\S+) AS (\w+)$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
     return {name: (parent, text) for parent, name, text in found}
 
 
 def installed(service: str) -> set[str]:
-    """Packages in the image of a service as it is built by default."""
+    """Return the packages in the image of a service, as it is built by default."""
     lists = dict(re.findall(r"requirements\.py (\w[\w -]*?) ?(?:\$\w+ )?> (\w+\.txt)", stages()["lists"][1]))
     extras_of = {file: extras.split() for extras, file in lists.items()} | {f"{service}.txt": ["core"]}
     found: set[str] = set()
@@ -291,7 +291,7 @@ def test_an_image_takes_more_extras(service: str) -> None:
     assert f"`{argument}" in (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 
-def test_what_an_image_may_lack_is_an_extra() -> None:
+def test_packages_that_an_image_may_lack_are_extras() -> None:
     assert set(OPTIONAL.values()) <= set(PROJECT["optional-dependencies"])
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     copied = [

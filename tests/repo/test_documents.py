@@ -1,4 +1,4 @@
-"""The manual, the change log, the examples and the settings say what the code does."""
+"""The manual, the change log, the examples and the settings agree with the code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_key_of_the_job_file_is_documented(model: type[BaseModel]) -> None
 
 FILES = [path for root in ("services", "shared", "src") for path in (ROOT / root).rglob("*.py")]
 PASSED_ON = {"GraderSampling"}
-"""Sections that a request takes as a whole."""
+"""Sections whose keys the code does not read, because a request takes the whole section."""
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def test_the_change_log_has_room_for_the_next_change() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_between_pages_lead_somewhere(page: Path) -> None:
+def test_links_between_pages_have_targets(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
     missing = [t for t in targets if "://" not in t and not t.startswith("mailto:") and not (page.parent / t).exists()]
@@ -102,7 +102,7 @@ def test_every_page_stands_in_the_table_of_contents() -> None:
 
 def _mkdocs() -> dict[str, object]:
     class Loader(yaml.SafeLoader):
-        """Reads mkdocs.yml without the tags that only mkdocs knows."""
+        """YAML loader that ignores the tags of mkdocs."""
 
     Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
     document: dict[str, object] = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)
@@ -118,14 +118,14 @@ def test_decision_records_are_numbered_without_gaps() -> None:
 
 
 NAMED = re.compile(r"penstock_[a-z_]+(?=[`{])")
-MADE = re.compile(r"metrics\.(counter|gauge|histogram)\(\s*\"([a-z_]+)\"")
+EXPORTED = re.compile(r"metrics\.(counter|gauge|histogram)\(\s*\"([a-z_]+)\"")
 
 
-def test_every_metric_that_the_manual_names_is_made() -> None:
-    made = set()
+def test_every_metric_that_the_manual_names_exists() -> None:
+    exported = set()
     for path in FILES:
-        for kind, name in MADE.findall(path.read_text(encoding="utf-8")):
-            made.add(f"penstock_{name}_total" if kind == "counter" else f"penstock_{name}")
+        for kind, name in EXPORTED.findall(path.read_text(encoding="utf-8")):
+            exported.add(f"penstock_{name}_total" if kind == "counter" else f"penstock_{name}")
     named = {name for page in PAGES for name in NAMED.findall(page.read_text(encoding="utf-8"))}
     assert len(named) > 10
-    assert named - made == set()
+    assert named - exported == set()

@@ -1,4 +1,4 @@
-"""The page of guarantees names tests that exist, for each of them."""
+"""The page of guarantees names existing tests or commands for each guarantee."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The how-to pages do what they say: their patches apply to a copy of the sources, and their commands succeed there."""
+"""The how-to pages are right: their patches apply to a copy of the sources, and their commands succeed there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fences(page: str, language: str) -> list[str]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Sources and tests, with the links under `src`; what was compiled is valid there, too: times of files stay."""
+    """Copy of sources and tests, with the links under `src` and with file times, so that compiled files stay valid."""
     left_out = shutil.ignore_patterns("recorded", "clients")
     for name in ("services", "shared", "src", "tests", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=left_out)
@@ -52,7 +52,7 @@ def test_patches_apply_and_commands_succeed(page: str, copy: Path) -> None:
 
 
 def words_of(line: str) -> tuple[Any, ...]:
-    """The variables that a command line sets, and its words."""
+    """Return the variables that a command line sets, and its words."""
     words = shlex.split(line.removeprefix("$ "))
     variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
     return variables, *words[len(variables) :]
@@ -67,7 +67,7 @@ def run(directory: Path, *command: str, input: str | None = None, **variables: s
 
 
 def test_the_engine_of_the_page_is_the_example() -> None:
-    """The page shows the heart of the file that its commands run, and the section of its job."""
+    """The page shows the core of the file that its commands run, and the section of its job."""
     (code,), (rollout,) = fences("engine.md", "python"), fences("engine.md", "yaml")
     whole = (ROOT / "examples" / "own_engine.py").read_text()
     assert [line for line in code.splitlines() if "def " not in line and line.strip() not in whole] == []
@@ -75,7 +75,7 @@ def test_the_engine_of_the_page_is_the_example() -> None:
     assert yaml.safe_load(rollout)["rollout"] == job["rollout"]
 
 
-def test_the_tool_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_of_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,), (job,) = fences("tool.md", "python"), fences("tool.md", "yaml")
     tmp_path.joinpath("letters.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

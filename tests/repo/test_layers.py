@@ -1,4 +1,4 @@
-"""Allowed imports of the layers: import-linter's contracts name what is forbidden, this one what is allowed."""
+"""Allowed imports of the layers. The contracts of import-linter list forbidden imports; this test, allowed ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWN = "penstock.shared.algorithms"
 
 
 def imported(source: str) -> set[str]:
-    """Full names of the modules that a file imports."""
+    """Return the full names of the modules that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -24,7 +24,7 @@ def imported(source: str) -> set[str]:
 
 
 def foreign(source: str) -> list[str]:
-    """Imports that are neither torch's, nor Python's, nor of the mathematics itself."""
+    """Return the imports that are neither torch, nor in the standard library, nor in the algorithms package."""
     allowed = {"torch", *sys.stdlib_module_names}
     return sorted(
         name
@@ -38,6 +38,6 @@ def test_the_mathematics_imports_nothing_but_torch(path: Path) -> None:
     assert foreign(path.read_text(encoding="utf-8")) == []
 
 
-def test_what_does_not_belong_there_is_seen() -> None:
+def test_a_foreign_import_is_found() -> None:
     source = "import math, numpy as np\nfrom torch import nn\ndef f():\n    from penstock.shared import config"
     assert foreign(source) == ["numpy", "penstock.shared"]

@@ -1,4 +1,4 @@
-"""The list of mutants fits the sources: what it would change is there, and so are the tests that would notice."""
+"""The list of mutants fits the sources: each changes one existing place, and the tests that should fail exist."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ LIGHT = ["penstock.client", "penstock.shared.protocol", "penstock.shared.config"
 
 
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``code`` as a user would: outside the repository, with the installed environment alone."""
+    """Run ``code`` as a user would: outside the repository, with only the installed environment."""
     return subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=110, check=False
     )
@@ -36,7 +36,7 @@ def test_the_full_names_are_installed(tmp_path: Path) -> None:
 
 
 def test_the_control_plane_never_imports_torch(tmp_path: Path) -> None:
-    """One process for all: what the later ones import comes on top of the earlier ones."""
+    """One process imports all packages, each one after the earlier ones."""
     code = f"""
 import importlib, pkgutil, sys
 for name in {LIGHT}:
@@ -79,8 +79,8 @@ def test_the_wheel_holds_every_module_once(tmp_path: Path) -> None:
     assert sorted(packed) == sorted(expected)
 
 
-def test_the_lock_file_has_hashes_for_what_the_project_names() -> None:
-    """torch excepted, whose wheels differ by index; ``make lock`` writes it."""
+def test_the_lock_file_has_hashes_for_the_dependencies() -> None:
+    """torch is not in the file, because its wheels differ by index; ``make lock`` writes the file."""
     text = (ROOT / "deploy/requirements.lock").read_text(encoding="utf-8")
     entries = re.split(r"\n(?=\S)", text.strip())
     locked = {re.split(r"[=\[ ]", entry, maxsplit=1)[0].lower().replace("_", "-") for entry in entries}

@@ -1,6 +1,6 @@
-"""Snippets of the pages can be used: job files parse, commands have these options, clients have these methods.
+"""The snippets of the pages are valid: job files parse, commands have the options shown, clients have the methods.
 
-``tests/e2e/test_manual.py`` does them; none is left out of both, but for those that ``tests/manual.py`` names.
+``tests/e2e/test_manual.py`` executes the snippets, except those that ``tests/manual.py`` names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DECISIONS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/adr").
 
 
 def of_kind(*kinds: str, pages: list[str] = PAGES) -> list[Any]:
-    """Snippets of some kinds, as parameters."""
+    """Return the snippets of some kinds, as parameters of a test."""
     found = [(page, place, one) for page in pages for place, one in enumerate(snippets(page)) if one.kind in kinds]
     return [pytest.param(one, id=f"{page}-{place}") for page, place, one in found]
 
@@ -53,8 +53,8 @@ def of_kind(*kinds: str, pages: list[str] = PAGES) -> list[Any]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_shows_nothing_that_is_not_found(page: str) -> None:
-    """Its fences have languages that are known, and command lines are marked as such."""
+def test_every_code_block_of_a_page_is_found(page: str) -> None:
+    """All fences have known languages, and fences that are not executed contain no command lines."""
     fences = [(info.partition(" ")[0], fence) for info, fence, inline in PARTS.findall(text_of(page)) if not inline]
     assert {language for language, _ in fences} <= LANGUAGES.keys()
     assert text_of(page).count("```") == 2 * len(fences), "fences stand at the left margin"
@@ -62,18 +62,18 @@ def test_a_page_shows_nothing_that_is_not_found(page: str) -> None:
 
 
 @pytest.mark.parametrize("table", [NOT_RUN, FILLED], ids=["NOT_RUN", "FILLED"])
-def test_what_a_table_names_is_on_a_page(table: dict[str, str]) -> None:
+def test_every_entry_of_a_table_is_on_a_page(table: dict[str, str]) -> None:
     assert table.keys() - {one.name for one in ALL} == set(), "no page has these any more"
 
 
-def test_patterns_and_pages_that_are_not_run_are_there() -> None:
+def test_patterns_and_pages_that_are_not_run_exist() -> None:
     assert [one for one in NOT_RUN_LIKE if not any(re.fullmatch(one, shown.name) for shown in ALL)] == []
     assert RUN_WHOLE.keys() <= set(PAGES)
 
 
 @pytest.mark.parametrize("shown", [one for one in ALL if "run by" in one.not_run], ids=lambda one: one.name[:40])
-def test_what_another_test_runs_is_named_there(shown: Snippet) -> None:
-    """A page, or its folder, where the snippet is a fence; the words of a command that stands in a sentence."""
+def test_a_snippet_that_another_test_runs_is_named_there(shown: Snippet) -> None:
+    """The test names the page of a fence or its folder, or the words of a command that a sentence contains."""
     (path,) = re.findall(r"run by (\S+)", shown.not_run)
     source = text_of(path)
     if shown.inline:
@@ -84,8 +84,8 @@ def test_what_another_test_runs_is_named_there(shown: Snippet) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_run_is_of_a_kind_that_can_be(page: str) -> None:
-    """``tests/e2e/manual_reader.py`` does these; other programs and patches are named in a table."""
+def test_snippets_that_are_run_are_of_executable_kinds(page: str) -> None:
+    """``tests/e2e/manual_reader.py`` executes these kinds; a table names other programs and patches."""
     for one in to_run(page):
         assert one.kind in {"python", "command", "job", "section", "call"}, one
         if one.kind == "command":
@@ -101,20 +101,20 @@ def test_every_kind_is_run() -> None:
 
 
 @pytest.mark.parametrize("shown", of_kind("job", "section"))
-def test_a_job_file_of_a_page_is_one(shown: Snippet) -> None:
+def test_a_job_file_of_a_page_is_valid(shown: Snippet) -> None:
     text = re.sub(r"\./(\w+)\.py:", r"\1:", shown.text)  # what the client makes of code beside the file
     parse_job(whole_job(text), where=shown.page)
 
 
 @pytest.mark.parametrize("kind", BASES)
-def test_what_sections_are_tried_in_is_valid(kind: str) -> None:
+def test_the_job_files_that_complete_sections_are_valid(kind: str) -> None:
     assert kind_of(BASES[kind]) == kind
     parse_job(BASES[kind], where=kind)
 
 
 @pytest.mark.parametrize("shown", of_kind("command", "mention", pages=[*PAGES, *DECISIONS]))
-def test_a_command_of_a_page_has_these_options(shown: Snippet) -> None:
-    """A mention names a command that there is, or several of one group (``a|b``), and only options that it has."""
+def test_a_command_of_a_page_exists_with_its_options(shown: Snippet) -> None:
+    """A mention names an existing command, or several of one group (``a|b``), and only options of that command."""
     for line in re.split(r"\s(?:&&|\||;)\s", FILLED.get(shown.text, shown.text)):
         program, *words = shlex.split(line, comments=True)
         if program != "penstock":
@@ -126,7 +126,7 @@ def test_a_command_of_a_page_has_these_options(shown: Snippet) -> None:
                 parsed(one)
 
 
-def test_commands_that_are_none_are_noticed() -> None:
+def test_invalid_commands_are_found() -> None:
     parsed(["sweep", "job.yaml", "--grid", "optimizer.learning_rate=1e-4,3e-4"])
     for words in (["submit"], ["submit", "job.yaml", "--dryrun"], ["ls", "--limit", "many"]):
         with pytest.raises(TyperException):
@@ -140,7 +140,7 @@ def test_commands_that_are_none_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("shown", of_kind("python"))
-def test_a_program_of_a_page_is_one(shown: Snippet) -> None:
+def test_a_program_of_a_page_is_valid(shown: Snippet) -> None:
     tree = ast.parse(shown.text.replace("[…]", "[...]"))
     if "from penstock.client import Client" not in shown.text:
         return
@@ -151,7 +151,7 @@ def test_a_program_of_a_page_is_one(shown: Snippet) -> None:
 
 
 def fits(call: ast.Call) -> None:
-    """The client has the method of a call, with these arguments. Raises AttributeError, TypeError."""
+    """Check that the client has the called method and that it takes the arguments. Raises AttributeError, TypeError."""
     with Client("http://127.0.0.1:1", api_key="none") as client:
         method: Any = client
         for word in words_of(call.func)[1:]:
@@ -160,14 +160,14 @@ def fits(call: ast.Call) -> None:
 
 
 def words_of(node: ast.expr) -> list[str]:
-    """``a.b.c`` as a list; empty where it is something else."""
+    """Return the names in ``a.b.c`` as a list; an empty list for any other expression."""
     if isinstance(node, ast.Name):
         return [node.id]
     inner = words_of(node.value) if isinstance(node, ast.Attribute) else []
     return [*inner, node.attr] if inner and isinstance(node, ast.Attribute) else []
 
 
-def test_calls_that_no_client_has_are_noticed() -> None:
+def test_calls_that_no_client_has_are_found() -> None:
     def tried(text: str) -> None:
         (line,) = ast.parse(text).body
         assert isinstance(line, ast.Expr)
@@ -184,7 +184,7 @@ def test_calls_that_no_client_has_are_noticed() -> None:
 METHODS = (ROOT / "docs/python.md").read_text(encoding="utf-8").partition("| what | methods |")[2].partition("\n\n")[0]
 
 
-def test_methods_that_the_manual_lists_are_there() -> None:
+def test_methods_that_the_manual_lists_exist() -> None:
     missing = []
     with Client("http://127.0.0.1:1", api_key="none") as client:
         for what, listed in re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", METHODS, re.MULTILINE):
@@ -196,7 +196,7 @@ def test_methods_that_the_manual_lists_are_there() -> None:
     assert missing == []
 
 
-def test_keys_of_the_api_are_read_or_spelled() -> None:
-    """A client that gets the three dots of an ellipsis fails on a character that is not ASCII."""
+def test_api_keys_of_the_pages_are_ascii() -> None:
+    """A key with an ellipsis character, which is not ASCII, makes a client fail."""
     texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
     assert [page for page, text in texts.items() if re.search(r'api_key="[^"]*[^\x00-\x7f]', text)] == []

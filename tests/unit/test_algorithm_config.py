@@ -1,4 +1,4 @@
-"""Algorithms in the job file: what each answers, and what each refuses."""
+"""The section `algorithm` of job files: properties and defaults of each algorithm, and settings that are refused."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_all_algorithms_are_there() -> None:
     ]
 
 
-def test_without_a_type_it_is_grpo() -> None:
+def test_the_default_algorithm_is_grpo() -> None:
     assert algorithm().type == "grpo"
     assert algorithm(group_size=4).type == "grpo"
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_algorithm_answers_the_same_questions(name: str) -> None:
+def test_every_algorithm_has_consistent_properties(name: str) -> None:
     config = algorithm(type=name, **NEEDED.get(name, {}))
     assert config.type == name
     assert 1 <= config.smallest_group <= config.group_size
@@ -66,7 +66,7 @@ def test_every_algorithm_answers_the_same_questions(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("dr_grpo", "constant"), ("dapo", "token_mean"), ("gspo", "sequence_mean")]
 )
-def test_what_an_algorithm_fixes_cannot_be_chosen(name: str, value: str) -> None:
+def test_an_aggregation_that_an_algorithm_fixes_cannot_be_set(name: str, value: str) -> None:
     assert algorithm(type=name).aggregation == value
     with pytest.raises(ConfigError, match=rf"algorithm\.aggregation: unknown key of '{name}'"):
         algorithm(type=name, aggregation=value)
@@ -94,7 +94,7 @@ def test_a_key_that_an_algorithm_does_not_use_is_refused(name: str, key: str) ->
         algorithm(type=name, **NEEDED.get(name, {}), **{key: 1})
 
 
-def test_a_teacher_has_no_reward_that_a_kl_could_be_taken_off() -> None:
+def test_distillation_refuses_a_kl_penalty_in_the_reward() -> None:
     keys = {"type": "distillation", **NEEDED["distillation"]}
     assert algorithm(**keys, kl={"coef": 0.1}).needs_reference
     with pytest.raises(ConfigError, match="rewards are not trained on here"):
@@ -102,7 +102,7 @@ def test_a_teacher_has_no_reward_that_a_kl_could_be_taken_off() -> None:
 
 
 @pytest.mark.parametrize("name", ["ppo", "remax", "reinforce_pp"])
-def test_a_group_of_one(name: str) -> None:
+def test_some_algorithms_allow_groups_of_one(name: str) -> None:
     assert algorithm(type=name, group_size=1).smallest_group == 1
 
 
@@ -125,12 +125,12 @@ def test_a_group_of_one(name: str) -> None:
         ({"dual_clip": 1.0}, "greater than 1"),
     ],
 )
-def test_what_is_wrong_is_said(keys: dict[str, Any], message: str) -> None:
+def test_an_invalid_section_is_refused_with_the_reason(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         algorithm(**keys)
 
 
-def test_kl_in_the_reward_is_k1_unless_said() -> None:
+def test_the_default_kl_estimator_is_k1_in_the_reward_and_k3_in_the_loss() -> None:
     in_reward = algorithm(kl={"coef": 0.1, "place": "reward"})
     assert in_reward.kl is not None
     assert in_reward.kl.estimator == "k1"

@@ -1,4 +1,4 @@
-"""One model of a process is built at a time, by a thread or by a coroutine with its threads."""
+"""A process builds one model at a time: in one thread, or in one coroutine and the threads that it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.shared.models.building import building, building_apart
 
 
 def built_by_another_thread() -> threading.Event:
-    """Set once another thread could build a model."""
+    """Start a thread that builds a model; return an event that is set once the thread was allowed to build."""
     built = threading.Event()
 
     def build() -> None:
@@ -40,7 +40,7 @@ def test_random_state_is_restored() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-async def test_a_coroutine_builds_in_its_threads_and_nobody_else_does() -> None:
+async def test_while_a_coroutine_builds_only_its_own_threads_may_build() -> None:
     def build() -> bool:
         with building():
             return not built.is_set()
@@ -67,7 +67,7 @@ async def test_a_coroutine_waits_without_blocking_its_loop() -> None:
 
 
 async def test_a_task_that_outlives_its_build_waits_like_others() -> None:
-    """An engine that opens starts tasks, which live for as long as it does."""
+    """A task that was started during a build, as by an engine that opens, must wait for later builds of others."""
     again, order = asyncio.Event(), list[str]()
 
     def build() -> None:
@@ -82,7 +82,7 @@ async def test_a_task_that_outlives_its_build_waits_like_others() -> None:
         task = asyncio.create_task(later())
     async with building_apart():
         again.set()
-        for _ in range(20):  # if it did not wait, it would have built by now
+        for _ in range(20):  # a task that does not wait would have built by now
             await asyncio.to_thread(int)
         order.append("other")
     await asyncio.wait_for(task, 30)

@@ -1,4 +1,4 @@
-"""The calculator: right, exact, and bounded whatever it is given."""
+"""The calculator: exact results, named mistakes, and bounded time for every input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_values(expression: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("expression", "said"),
+    ("expression", "message"),
     [
         ("", "incomplete"),
         ("1+", "incomplete"),
@@ -63,11 +63,11 @@ def test_values(expression: str, value: str) -> None:
         ("1" * 257, "at most 256"),
     ],
 )
-def test_mistakes_are_told(expression: str, said: str) -> None:
-    if said == "12":  # blanks are passed over, as in GSM8K's thousands
+def test_mistakes_are_named(expression: str, message: str) -> None:
+    if message == "12":  # blanks are ignored, as in the thousands of GSM8K
         assert evaluate(expression) == 12
         return
-    with pytest.raises(CallError, match=said):
+    with pytest.raises(CallError, match=message):
         evaluate(expression)
 
 
@@ -83,7 +83,7 @@ numbers = st.fractions(min_value=-(10**6), max_value=10**6, max_denominator=1)
 
 
 @given(numbers, numbers, numbers)
-def test_it_agrees_with_fractions(a: Fraction, b: Fraction, c: Fraction) -> None:
+def test_results_agree_with_fractions(a: Fraction, b: Fraction, c: Fraction) -> None:
     assert evaluate(f"({a})*({b})-({c})/7") == a * b - c / 7
 
 

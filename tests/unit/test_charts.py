@@ -1,4 +1,4 @@
-"""Curves as the terminal shows them, and the answers of commands as programs read them."""
+"""Charts in the terminal, ages of jobs, and the JSON and error output of commands."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def test_ages(age: str | None, seconds: float | None) -> None:
     assert seconds_of(age) == seconds
 
 
-def test_what_is_no_age() -> None:
+def test_an_invalid_age_is_refused() -> None:
     with pytest.raises(ConfigError, match="90m"):
         seconds_of("soon")
 
 
-def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_cannot_be_written_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = typer.Typer(cls=Commands)
 
     @group.command()
@@ -65,10 +65,10 @@ def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: 
 
 
 DOCUMENTS = "show"
-"""Commands of this name print JSON anyway."""
+"""Commands whose name ends so print JSON without an option."""
 
 
-def test_every_command_answers_programs_in_json() -> None:
+def test_every_command_can_print_json() -> None:
     without = []
     stack = [("", typer.main.get_command(app))]
     while stack:

@@ -1,4 +1,4 @@
-"""Replies as structs: a newer server does not break an older client, and what does not fit is said."""
+"""Replies as structs: an older client reads the replies of a newer server, and names what does not fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALUES: dict[type[inspect.Type], Any] = {
 
 
 def example(kind: inspect.Type, *, newer: bool) -> Any:
-    """A value that fits; of a ``newer`` server every object has one more key, and every row one more column."""
+    """Return a value of ``kind``; with ``newer`` each object has one more key, and each row one more column."""
     if isinstance(kind, inspect.StructType):
         fields = {field.encode_name: example(field.type, newer=newer) for field in kind.fields}
         if kind.array_like:
@@ -57,13 +57,13 @@ def test_a_newer_server_does_not_break_an_older_client(kind: type[msgspec.Struct
     assert kind.__struct_config__.frozen
 
 
-def test_what_has_a_default_may_be_missing() -> None:
+def test_fields_with_a_default_may_be_missing() -> None:
     short = {"feedback_id": "f", "job": "j", "kind": "metric", "metric": "m", "status": "received"}
     found = one(FeedbackStatus)({**short, "received": 1, "time": 2.5})
     assert (found.trained, found.interactions, found.received) == (None, [], 1.0)
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_reply_that_does_not_fit_is_refused_with_the_reason() -> None:
     with pytest.raises(ProtocolError, match=r"the server's FeedbackStatus does not fit this client: .*feedback_id"):
         one(FeedbackStatus)({"job": "j"})
     with pytest.raises(ProtocolError, match=r"by_status"):
@@ -74,9 +74,9 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 def test_rows_without_a_schema_have_the_keys_of_their_structs(tmp_path: Path) -> None:
-    """Samples, metrics, spans and lines are made by functions of the coordinator, not by models of its API."""
-    made = example_group("j", Draw(0, 0), [4], [[5, 6], [7]], objective="policy", reward=0.0, epoch=1)
-    broken = replace(made, rewards=np.array([np.nan, 1.0], np.float32))
+    """Functions of the coordinator create samples, metrics, spans and log lines; no model of its API defines them."""
+    group = example_group("j", Draw(0, 0), [4], [[5, 6], [7]], objective="policy", reward=0.0, epoch=1)
+    broken = replace(group, rewards=np.array([np.nan, 1.0], np.float32))
     sealed = BatchSealed(
         writer_epoch=1, time=3.0, number=1, revision=1, start_version=0, update_index=0,
         groups=[SealedGroup(Draw(0), "a", 1, "d", 0, 0, [1.0], 3, "w")],
@@ -86,7 +86,7 @@ def test_rows_without_a_schema_have_the_keys_of_their_structs(tmp_path: Path) ->
     lines = read_logs(tmp_path, job="j", service=None, tail=1, after=None)["lines"]
     rows: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
         (Sample, {**sample_rows(1, [broken])[0], "href": "/"}),
-        (TokenSample, {**sample_detail(1, made, 1), "href": "/", "token_texts": None}),  # SampleBrowser adds it
+        (TokenSample, {**sample_detail(1, group, 1), "href": "/", "token_texts": None}),  # SampleBrowser adds it
         (MetricName, metric_names([{"step": 1, "values": {"reward": 0.5}}])[0]),
         (StageSpan, timeline([sealed, trained], step=None)[0]),
         (LogLine, lines[0]),
@@ -95,7 +95,7 @@ def test_rows_without_a_schema_have_the_keys_of_their_structs(tmp_path: Path) ->
         assert row.keys() == set(kind.__struct_fields__), kind
         found = one(kind)(orjson.loads(orjson.dumps(row)))
         assert msgspec.to_builtins(found).keys() == row.keys()
-    assert one(Sample)(orjson.loads(orjson.dumps(rows[0][1]))).reward is None, "it is not finite"
+    assert one(Sample)(orjson.loads(orjson.dumps(rows[0][1]))).reward is None, "the reward is not finite"
 
 
 def feed(reader: EventReader, *lines: str) -> list[Any]:
@@ -105,7 +105,7 @@ def feed(reader: EventReader, *lines: str) -> list[Any]:
 def test_events_are_numbered_or_have_cursors() -> None:
     event = ("event: log", 'data: {"n": 1}', "")
     numbered = EventReader(3)
-    assert feed(numbered, "id: 3", *event, "id: 4", *event) == [{"n": 1}], "the first one is a repetition"
+    assert feed(numbered, "id: 3", *event, "id: 4", *event) == [{"n": 1}], "the first event is a repetition"
     assert numbered.last_id == 4
     with pytest.raises(ProtocolError):
         feed(numbered, "id: trainer:7", *event)

@@ -1,4 +1,4 @@
-"""Steps of several calls: the same for the client that blocks and the one that awaits."""
+"""Steps of several calls, which the blocking and the asynchronous client carry out alike."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def describe(name: str, *, times: int = 1) -> Call[str]:
 
 
 def patient(names: list[str]) -> Steps[list[str]]:
-    """Asks for each, and again after a pause where the server is away."""
+    """Call each name; if the server is away, pause and call ``NAME-again``. Return all replies."""
     found = []
     for name in names:
         try:
@@ -35,7 +35,7 @@ def patient(names: list[str]) -> Steps[list[str]]:
 
 
 def server(asked: list[str]) -> Callable[[Call[Any]], Any]:
-    """Is away for `b`, refuses `c`."""
+    """Return a server that is away for `b` and refuses `c`; ``asked`` collects the paths of all calls."""
 
     def answer(call: Call[Any]) -> Any:
         asked.append(call.path)
@@ -69,7 +69,7 @@ class AsyncPart:
     many = awaits_all(patient)
 
 
-async def test_both_ways_do_the_same() -> None:
+async def test_blocking_and_asynchronous_steps_do_the_same() -> None:
     here: list[str] = []
     there: list[str] = []
     part, other = Part(here), AsyncPart(there)
@@ -104,7 +104,25 @@ def test_the_deadline_of_a_wait_holds_while_the_server_is_away() -> None:
         complete(flows.wait("job_1", "terminal", 0.05, patience_s=1.0), away)
 
 
-def test_graders_have_the_time_that_the_server_takes() -> None:
+def test_an_operation_is_waited_for_while_the_server_is_away() -> None:
+    replies: list[Any] = [
+        {"id": "op_1", "state": "pending"}, Unavailable("nobody there"), {"id": "op_1", "state": "pending"},
+        Unavailable("nobody there"), {"id": "op_1", "state": "succeeded", "result": {"ready": 2}},
+    ]  # fmt: skip
+
+    def server(call: Call[Any], /) -> Any:
+        reply = replies.pop(0)
+        if isinstance(reply, Unavailable):
+            raise reply
+        return reply
+
+    assert complete(flows.scale("job_1", "rollout", 2, timeout_s=30.0), server) == {"ready": 2}
+    replies[:] = [{"id": "op_1", "state": "pending"}] + [Unavailable("nobody there")] * 9
+    with pytest.raises(DeadlineError, match=r"not 2 workers .* within 0.1 s: nobody there"):
+        complete(flows.scale("job_1", "rollout", 2, timeout_s=0.1), server)
+
+
+def test_grader_calls_wait_as_long_as_the_server_may_take() -> None:
     seen: list[Call[Any]] = []
 
     def keep(call: Call[Any], /) -> Any:

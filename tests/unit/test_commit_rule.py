@@ -1,4 +1,4 @@
-"""``rollout.on_update`` on a worker that leaves, and when a version cannot be loaded."""
+"""``rollout.on_update`` when a worker leaves, and when it cannot load a version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAR_S = 3600.0
 
 
 class Bench:
-    """A rule, an engine that ends what it is told to abort, and groups whose completions run until then."""
+    """A commit rule with a stand-in for its engine: groups run until the rule aborts their requests."""
 
     def __init__(self, on_update: Any) -> None:
         self.waits: set[str] = set()
@@ -46,7 +46,7 @@ class Bench:
         return asyncio.create_task(self.rule.make(key, self.generate))
 
     async def begin(self) -> asyncio.Task[Group]:
-        """A group in progress."""
+        """Start a group; return its task once the group runs."""
         task, before = self.make(), len(self.begun)
         await until(lambda: len(self.begun) > before)
         return task
@@ -59,14 +59,14 @@ async def until(holds: Any) -> None:
 
 
 async def update(rule: CommitRule, version: int = 1, *, interrupts: bool = True, digest: str = "d") -> bool:
-    """An attempt to load a version; returns True if it waited for groups."""
+    """Let the rule load ``version``, or try to; return True if the update waited for groups."""
     async with rule.update(version, digest) as waited:
         if interrupts:
             await rule.interrupt()
         return waited
 
 
-async def test_what_waits_for_an_update_is_given_back_by_a_worker_that_leaves() -> None:
+async def test_a_leaving_worker_hands_over_groups_that_wait_for_an_update() -> None:
     bench = Bench("drain")
     first = await bench.begin()
     updating = asyncio.create_task(update(bench.rule))
@@ -77,8 +77,8 @@ async def test_what_waits_for_an_update_is_given_back_by_a_worker_that_leaves() 
     with pytest.raises(HandedOver):
         await asyncio.wait_for(second, 30)
     assert not bench.waits
-    assert await asyncio.wait_for(updating, 30), "it had to wait, and waits no more"
-    assert not first.done(), "what is in progress may end"
+    assert await asyncio.wait_for(updating, 30), "the update had to wait, and the worker that leaves ends the wait"
+    assert not first.done(), "a running group may end"
     bench.ended.set()
     await first
     with pytest.raises(HandedOver):
@@ -86,7 +86,7 @@ async def test_what_waits_for_an_update_is_given_back_by_a_worker_that_leaves() 
     assert len(bench.begun) == 1
 
 
-async def test_a_discarded_group_begins_again_elsewhere_if_this_worker_leaves() -> None:
+async def test_a_leaving_worker_hands_over_a_group_that_was_discarded() -> None:
     bench = Bench("restart")
     task = await bench.begin()
     bench.rule.leave()
@@ -107,7 +107,7 @@ async def test_groups_are_discarded_once_for_a_version_that_cannot_be_served() -
     await update(bench.rule)
     assert (first.discarded, second.discarded, bench.ended.is_set()) == (True, False, False)
     await update(bench.rule, interrupts=False, digest="other")
-    assert not second.discarded, "it was not even staged"
+    assert not second.discarded, "the version was not even staged"
     await update(bench.rule, digest="other")
     assert second.discarded
     await until(lambda: len(bench.begun) == 3)

@@ -31,7 +31,7 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, with the chat template above."""
+    """Return a tokenizer with one token per character and the chat template above."""
     vocab = {"<pad>": 0, "<bos>": 1, "<eos>": 2, "<unk>": 3}
     vocab |= {chr(code): 4 + i for i, code in enumerate([10, *range(32, 127)])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -60,7 +60,7 @@ def test_plain_prompt(tokenizer: Any) -> None:
 
 
 def test_a_plain_field_becomes_a_chat(tokenizer: Any) -> None:
-    """A question without messages: the system message, and one user message made from the template."""
+    """The chat consists of the system message and one user message, which the template gives."""
     config = PromptConfig(template="Solve: {q}", chat=True, system="Be brief.", answer="{a}")
     prompt = PromptBuilder(config, tokenizer).build({"q": "1+1=", "a": 2})
     assert prompt.text == "[system]Be brief.[user]Solve: 1+1=[assistant]"
@@ -74,7 +74,7 @@ def test_a_plain_field_becomes_a_chat(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("more", "message"), [({"messages": "m"}, "is a chat already"), ({"add_bos": True}, "writes its own")]
 )
-def test_a_chat_that_contradicts_itself(more: dict[str, Any], message: str) -> None:
+def test_contradicting_chat_settings_are_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PromptConfig(chat=True, **more)
 
@@ -166,7 +166,7 @@ def test_sources_have_names(tokenizer: Any, train_file: Path) -> None:
             DataConfig.parse({"train": {**addition, "name": wrong}})
 
 
-def test_a_prompt_says_which_source_it_is_from(tokenizer: Any) -> None:
+def test_a_prompt_names_its_source(tokenizer: Any) -> None:
     easy, hard = {"type": "addition", "num_rows": 4}, {"type": "addition", "num_rows": 4, "digits": 3, "name": "hard"}
     source = PromptSource(DataConfig.parse({"train": [easy, hard], "eval": [easy, hard]}), tokenizer, seed=1)
     drawn = [source.train(ordinal) for ordinal in range(8)]
@@ -187,7 +187,7 @@ def test_warm_start_batches_are_seeded_and_end_with_eos(tokenizer: Any, train_fi
         assert mask == [1] * len(answer_ids)
         assert answer_ids[-1] == tokenizer.eos_token_id
         assert int(tokenizer.decode(answer_ids[:-1])) == int(tokenizer.decode(prompt_ids)[:-3]) + 1
-    assert len({tuple(prompt_ids) for prompt_ids, *_ in pairs}) == 10  # two rows of five characters are passed over
+    assert len({tuple(prompt_ids) for prompt_ids, *_ in pairs}) == 10  # the two rows of five characters are left out
 
 
 def test_demonstrations_may_differ_from_the_prompts_of_the_run(tokenizer: Any, train_file: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_demonstration_alternates_between_policy_and_environment(tokenizer: An
         assert row.answer_ids[-1] == tokenizer.eos_token_id
 
 
-def test_warm_start_says_why_it_cannot(tokenizer: Any, train_file: Path) -> None:
+def test_an_impossible_warm_start_is_refused_with_the_reason(tokenizer: Any, train_file: Path) -> None:
     with pytest.raises(DataError, match="every prompt is longer"):
         next(PromptSource(make_config(train_file, max_tokens=1), tokenizer, seed=1).warm_start_batches(1, 1, seed=1))
     with pytest.raises(DataError, match="needs reference answers"):
@@ -266,7 +266,7 @@ STARTS = {
 async def test_a_prompt_begins_as_its_tokenizer_begins_a_text(
     tokenizer: Any, tmp_path: Path, processor: Any, start: list[int]
 ) -> None:
-    """Unless the job file says otherwise; the dry run, which loads no tokenizer, says the same."""
+    """``add_bos`` in the job file overrides it. The dry run, which loads no tokenizer, notes the same rule."""
     core = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     if processor is not None:
         core.post_processor = processor

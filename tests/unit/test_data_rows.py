@@ -1,4 +1,4 @@
-"""Opening data sources: what a good file gives and what a bad one says."""
+"""Data sources: the rows of valid files, and the messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_datasets_directory(tmp_path: Path) -> None:
-    """Written by the real library, in another process: its import is slow and warns."""
+    """Another process writes the directory with the library `datasets`, whose import is slow and warns."""
     script = (
         "import datasets, json, sys\n"
         "rows = datasets.Dataset.from_list(json.loads(sys.argv[1]))\n"
@@ -153,7 +153,7 @@ def test_calculator_excludes_held_out_expressions_however_spelled(tmp_path: Path
     assert held_out & {unfiltered[i]["prompt"] for i in range(len(unfiltered))}
 
 
-def test_calculator_says_when_nothing_remains(tmp_path: Path) -> None:
+def test_a_calculator_source_without_expressions_is_refused(tmp_path: Path) -> None:
     path = gsm8k(tmp_path / "a.jsonl", "<<1+1=2>>2")
     with pytest.raises(DataError, match=r"no calculator expression remains.*1 expressions left out \(excluded\)"):
         open_rows(CalculatorSource(path=path, exclude_path=path))

@@ -66,7 +66,7 @@ FOREIGN = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with several threads, on a busy machine by far."""
+    """Let torch use one thread: several threads compute such small tensors more slowly."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,14 +77,14 @@ def model_of(config: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
-        for parameter in model.parameters():  # biases and norms, too, are told apart from their defaults
+        for parameter in model.parameters():  # biases and norms, too, differ from their defaults
             if parameter.ndim == 1:
                 parameter.data += 0.1 * torch.randn_like(parameter)
     return model.eval()
 
 
 def ragged(num: int = 9, longest: int = 40) -> tuple[list[list[int]], Tensor, Tensor]:
-    """Sequences, every flat position that scores a next token, and those next tokens; some are the padding token."""
+    """Return sequences, all flat positions that score a next token, and those tokens, some of them padding tokens."""
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 61, n).tolist() for n in [1, longest, *rng.integers(2, longest, num - 2)]]
     starts = np.cumsum([0, *map(len, sequences)])
@@ -94,7 +94,7 @@ def ragged(num: int = 9, longest: int = 40) -> tuple[list[list[int]], Tensor, Te
 
 
 def by_module(model: PreTrainedModel, sequences: list[list[int]], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies from the module itself, one sequence at a time."""
+    """Return log-probs and entropies that the module itself computes, one sequence at a time."""
     logprobs, entropies = [], []
     for sequence in sequences:
         ids = torch.tensor([sequence])
@@ -211,7 +211,7 @@ def test_the_weights_are_used_by_reference() -> None:
     torch.testing.assert_close(after, expected, atol=1e-5, rtol=0)
 
 
-def test_pack_refuses_nothing_and_empty_sequences() -> None:
+def test_pack_refuses_an_empty_list_and_empty_sequences() -> None:
     for bad in ([], [[1], []]):
         with pytest.raises(ValueError, match="at least one sequence"):
             pack(bad)

@@ -1,4 +1,4 @@
-"""The demo's account of a run, and how it watches one: the panel on a terminal, lines in a pipe."""
+"""The demo's summary of a run, and its progress: a panel on a terminal, lines in a pipe."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def outcome(rewards: list[float], *, phase: str = "succeeded", ok: bool = True, 
         (outcome(SHORT), 1, [f"{MISSED}; it was 0.785"]),
         (outcome([]), 1, [f"{MISSED}; no update was made"]),
         (outcome(SHORT, goal=None), 0, []),
-        (outcome(RISING, ok=False), 1, ["the books do not hold: once only: draw 3.0 was trained 2 times"]),
+        (outcome(RISING, ok=False), 1, ["the audit failed: once only: draw 3.0 was trained 2 times"]),
         (outcome(RISING, phase="failed"), 1, ["the job failed: why"]),
         (outcome(RISING, phase="cancelled"), 3, ["the job cancelled: why"]),
     ],
-    ids=["learnt", "goal missed", "no update", "another file", "books", "failed", "cancelled"],
+    ids=["learnt", "goal missed", "no update", "another file", "audit", "failed", "cancelled"],
 )  # fmt: skip
-def test_a_run_is_a_success_only_where_everything_holds(
+def test_a_run_succeeds_only_if_every_check_passes(
     run: Outcome, code: int, flaws: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.code == code
@@ -66,18 +66,18 @@ def test_the_summary_is_one_document_or_lines(capsys: pytest.CaptureFixture[str]
     _tell(run, screen, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["reward"] == {"first": pytest.approx(0.4), "last": pytest.approx(0.95), "goal": GOAL, "reached": True}
-    assert (found["updates"], found["version"], found["seconds"], found["books"]) == (18, 17, 61.0, True)
+    assert (found["updates"], found["version"], found["seconds"], found["audit"]) == (18, 17, 61.0, True)
     assert (found["evaluation"], found["equation"]) == (
         {"eval/greedy": {"first": 0.4, "last": 1.0}},
         REPORT["equation"],
     )
     assert screen.file.getvalue() == "", "progress and summary never mix"  # type: ignore[attr-defined]
     _tell(run, screen, as_json=False)
-    said = screen.file.getvalue()  # type: ignore[attr-defined]
-    assert "sampled reward  0.400 -> 0.950   (goal 0.9: reached)" in said
-    assert "drawn 4 = trained 4" in said
+    output = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "sampled reward  0.400 -> 0.950   (goal 0.9: reached)" in output
+    assert "drawn 4 = trained 4" in output
     for command in ("serve addition --name addition-chat", "chat addition-chat '3+4='", "export addition --to"):
-        assert f"penstock {command}" in said
+        assert f"penstock {command}" in output
     assert capsys.readouterr().out == ""
 
 
@@ -95,7 +95,7 @@ def view_at(step: int, **more: Any) -> View:
     return View(record("running", **status), 6.1, {"reward/mean": [0.25, 0.75], "lag/max": [1.0]}, **more)
 
 
-def test_a_line_and_the_panel_say_how_far_it_is() -> None:
+def test_a_line_and_the_panel_show_the_progress() -> None:
     view = view_at(3, tokens_per_s=1234.0)
     line = progress_line(view)
     for part in (
@@ -118,16 +118,16 @@ def test_a_pipe_gets_a_line_for_an_update_but_not_for_each() -> None:
     screen, clock = Console(file=io.StringIO(), width=200), [100.0]
     lines = _Lines(screen, lambda: clock[0])
 
-    def told(after_s: float, step: int, *, last: bool = False) -> int:
+    def lines_after(after_s: float, step: int, *, last: bool = False) -> int:
         before = screen.file.getvalue().count("\n")  # type: ignore[attr-defined]
         clock[0] += after_s
         lines.update(view_at(step), last=last)
         return int(screen.file.getvalue().count("\n") - before)  # type: ignore[attr-defined]
 
-    assert told(0.0, 0) == 1, "the first look"
-    assert told(LINE_S, 0) == 0, "no update yet"
-    assert told(QUIET_S, 0) == 1, "but it lives"
-    assert told(LINE_S / 2, 1) == 0, "too soon"
-    assert told(LINE_S / 2, 5) == 1
-    assert told(LINE_S, 5) == 0, "each update once"
-    assert told(0.0, 6, last=True) == 1
+    assert lines_after(0.0, 0) == 1, "the first status"
+    assert lines_after(LINE_S, 0) == 0, "no update yet"
+    assert lines_after(QUIET_S, 0) == 1, "a sign of life without an update"
+    assert lines_after(LINE_S / 2, 1) == 0, "too soon"
+    assert lines_after(LINE_S / 2, 5) == 1
+    assert lines_after(LINE_S, 5) == 0, "each update once"
+    assert lines_after(0.0, 6, last=True) == 1

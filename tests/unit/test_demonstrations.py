@@ -1,4 +1,4 @@
-"""Files of demonstrations: written and read whole, and refused by name where they are not what they should be."""
+"""Files of demonstrations: reading returns what was written, and invalid files are refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def spec(**keys: Any) -> EnvSpec:
     return EnvSpec(**known | keys)
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_demonstrations_are_read_back(tmp_path: Path) -> None:
     write_demonstrations(tmp_path / "file", SHOWN)
     found = read_demonstrations(tmp_path / "file")
     assert (len(found), found.num_episodes, found.about) == (5, 2, SHOWN.about)
@@ -43,7 +43,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for name in ("actions", "rewards", "cu_seqlens", "succeeded"):
         np.testing.assert_array_equal(getattr(found, name), getattr(SHOWN, name))
     np.testing.assert_array_equal(found.observations["state"], SHOWN.observations["state"])
-    assert (found.final_observations, found.terminated) == ({}, None), "files that do not say how episodes ended"
+    assert (found.final_observations, found.terminated) == ({}, None), "a file that does not record how episodes ended"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     ended = replace(SHOWN, final_observations={"state": np.ones((2, 2))}, terminated=np.array([True, False]))
     write_demonstrations(tmp_path / "file", ended)
@@ -66,7 +66,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"terminated": np.ones(3, np.bool_)}, "'terminated' has 3 rows for 2 episodes"),
     ],
 )
-def test_columns_fit_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_columns_that_do_not_fit_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         write_demonstrations(tmp_path / "file", replace(SHOWN, **changes))
     assert not list(tmp_path.iterdir())
@@ -90,7 +90,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         write_demonstrations(tmp_path / "nowhere" / "file", SHOWN)
 
 
-def test_they_are_of_the_space_of_the_simulator() -> None:
+def test_demonstrations_must_have_the_spaces_of_the_simulator() -> None:
     check_demonstrations(SHOWN, ("state",), spec())
     for changes, message in (
         ({"num_actions": 2}, "actions of 'CartPole-v1' .* are 0 to 1"),

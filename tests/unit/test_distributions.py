@@ -23,7 +23,7 @@ from penstock.shared.models.distributions import (
 
 @pytest.fixture
 def policy() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mean, log deviation and standard normal noise of 5 actions of 3 dimensions."""
+    """Return mean, log standard deviation and standard normal noise of 5 actions, [5, 3] each."""
     generator = torch.Generator().manual_seed(1)
     mean, log_std, noise = torch.randn(3, 5, 3, generator=generator, dtype=torch.float64)
     return mean.requires_grad_(), (0.3 * log_std).requires_grad_(), noise
@@ -68,17 +68,17 @@ def test_categorical() -> None:
     torch.testing.assert_close(categorical_entropy(logits), expected.entropy())
 
 
-def test_choices_come_as_often_as_their_probability_says() -> None:
-    """A grid of numbers hits each choice in proportion to its part of [0, 1), within one point of the grid."""
+def test_each_action_is_drawn_in_proportion_to_its_probability() -> None:
+    """A uniform grid of noise hits each action in proportion to its part of [0, 1), within one point of the grid."""
     logits = torch.tensor([1.0, -2.0, 0.5, -torch.inf, 3.0])
     count = 10_000
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     found = torch.bincount(choose(logits.expand(count, 5), grid), minlength=5)
     np.testing.assert_allclose(found, count * logits.softmax(0), atol=1.01)
-    assert found[3] == 0, "what has no probability is never chosen"
+    assert found[3] == 0, "an action without probability is never drawn"
 
 
-def test_the_ends_of_the_unit_interval_choose_the_first_and_the_last() -> None:
+def test_the_ends_of_the_unit_interval_draw_the_first_and_the_last_action() -> None:
     logits = torch.randn(100, 7, generator=torch.Generator().manual_seed(3))
     assert (choose(logits, torch.zeros(100)) == 0).all()
     last = torch.full((100,), 1 - 2**-53, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Job files of kind `embodied`: what is refused, and what is derived."""
+"""Job files of kind `embodied`: settings that are refused, and values that are derived."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOB: dict[str, Any] = {
 
 
 def job(**sections: dict[str, Any]) -> EmbodiedJob:
-    """The job above with some keys changed."""
+    """Return the job above with some keys changed."""
     data = {**JOB, **{name: {**JOB.get(name, {}), **section} for name, section in sections.items()}}
     config = parse_job(data)
     assert isinstance(config, EmbodiedJob)
@@ -36,7 +36,7 @@ def job(**sections: dict[str, Any]) -> EmbodiedJob:
 
 
 def spec(**changes: Any) -> EnvSpec:
-    """The simulator of that job."""
+    """Return the description of the simulator of that job, with some fields changed."""
     known: dict[str, Any] = {
         "env_id": "reach-v3", "backend": "metaworld", "num_envs": 1,
         "observations": {"state": ArraySpec((39,), "float64")}, "action_shape": (4,), "action_dtype": "float32",
@@ -46,7 +46,7 @@ def spec(**changes: Any) -> EnvSpec:
     return EnvSpec(**known | changes)
 
 
-def test_a_job_has_groups_draws_and_bytes() -> None:
+def test_a_job_derives_its_groups_draws_and_bytes() -> None:
     config = job(algorithm={"type": "grpo", "group_size": 4}, environment={"action_chunk": 3})
     assert (config.groups_per_batch, config.completions_per_group, config.max_draws) == (4, 4, 4)
     assert config.max_decisions == 34
@@ -59,17 +59,17 @@ def test_a_job_has_groups_draws_and_bytes() -> None:
 
 
 @pytest.mark.parametrize("name", ["id", "env_id", "disable_env_checker"])
-def test_options_do_not_name_the_environment(name: str) -> None:
+def test_options_cannot_name_the_environment(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"options.*'{name}' is no option: `task` names the environment"):
         job(environment={"options": {name: "other-v0"}})
 
 
-def test_what_all_trainings_share_is_no_job_of_its_own() -> None:
+def test_the_base_class_of_training_jobs_cannot_be_created() -> None:
     with pytest.raises(TypeError, match=r"max_group_bytes.*services"):
         TrainingJob(**job().model_dump())
 
 
-def test_videos_are_refused_where_nobody_draws() -> None:
+def test_videos_are_refused_where_the_simulator_cannot_render() -> None:
     dark = spec(no_video="no OpenGL library: apt-get install -y libosmesa6")
     assert check_camera(job(evaluation={"videos": 2}), spec()) == []
     with pytest.raises(ConfigError, match=r"^evaluation\.videos: .*apt-get install -y libosmesa6; or take 0 or auto$"):
@@ -85,7 +85,7 @@ def test_videos_are_refused_where_nobody_draws() -> None:
     assert counts == [1, 1, 3]
 
 
-def test_reset_ids_go_round_or_on() -> None:
+def test_reset_ids_repeat_only_if_their_number_is_limited() -> None:
     assert [job().environment.reset_id(n) for n in (0, 7, 1000)] == [0, 7, 1000]
     few = job(environment={"first_reset_id": 10, "num_reset_ids": 5}).environment
     assert [few.reset_id(n) for n in (0, 4, 5, 12)] == [10, 14, 10, 12]
@@ -129,12 +129,12 @@ def test_reset_ids_go_round_or_on() -> None:
         ({"train": {"max_updates": None}}, "train.max_updates"),
     ],
 )
-def test_what_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_are_refused(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         job(**sections)
 
 
-def test_a_language_model_is_asked_for_by_name() -> None:
+def test_an_embodied_job_is_refused_as_a_language_model_job() -> None:
     with pytest.raises(ConfigError, match="kind 'embodied' trains no language model"):
         text_job(JOB)
 
@@ -157,7 +157,10 @@ def test_a_policy_that_does_not_fit_its_simulator_is_refused(
 
 
 def test_held_out_episodes_are_played_where_the_policy_fits() -> None:
-    """Equal names, shapes and bounds; what the policy does not read may differ. Reset ids are of another simulator."""
+    """Actions, and observations that the policy reads, must be equal in name, shape and bounds; others may differ.
+
+    Reset ids may overlap with those of training, because another simulator reads them.
+    """
     real = {"backend": "metaworld", "task": "reach-v3", "horizon": 100}
     config = job(evaluation={"first_reset_id": 0, "environment": real})
     assert config.held_out_simulator.opening(1).backend == "metaworld"
@@ -174,8 +177,8 @@ def test_held_out_episodes_are_played_where_the_policy_fits() -> None:
             check_held_out(config, spec(), spec(**changes))
 
 
-def test_pictures_are_asked_for_and_counted() -> None:
-    """In the request for simulators, and in the bytes of a decision."""
+def test_images_are_requested_and_counted() -> None:
+    """The request for simulators names the image, and the bytes of a decision include it."""
     image = {"height": 24, "width": 32, "grey": True, "frames": 3}
     pictured = {"state": ArraySpec((39,), "float64"), "image": ArraySpec((24, 32, 3), "uint8")}
     need = bytes_per_step(job(), spec()) + 24 * 32 * 3
@@ -204,7 +207,7 @@ def test_pictures_are_asked_for_and_counted() -> None:
 
 
 def test_a_replay_buffer_that_does_not_fit_its_bytes_is_refused() -> None:
-    """By the sizes of what is kept, which only the simulator says: two observations, a chunk of actions, a reward."""
+    """A row holds two observations, a chunk of actions and a reward, whose sizes only the simulator gives."""
     row_bytes = 4 * (2 * 39 + 3 * 4 + 1) + 1
 
     def check(capacity: int) -> None:
@@ -217,7 +220,7 @@ def test_a_replay_buffer_that_does_not_fit_its_bytes_is_refused() -> None:
         check(1001)
 
 
-def test_a_policy_that_fits_is_taken() -> None:
+def test_a_policy_that_fits_is_accepted() -> None:
     check_spec(job(), spec())
     check_spec(job(policy={"type": "categorical"}), spec(num_actions=2, action_shape=(), action_low=[], action_high=[]))
     assert bytes_per_step(job(environment={"action_chunk": 5}), spec()) == 39 * 8 + 5 * (4 * 12 + 6) + 96

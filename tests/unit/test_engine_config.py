@@ -1,4 +1,4 @@
-"""The engine of a job file: its options, what it cannot do, and who has it."""
+"""The engine that a job file names: its options, its limits, and the workers that have it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_job_names_its_engine_and_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rollout", "said"),
+    ("rollout", "message"),
     [
         ({"engine": "vlm"}, "rollout.engine: found 'vlm'; did you mean 'vllm'?"),
         ({"engine": "embedded", "kv": 4}, "rollout.kv: unknown key of 'embedded'"),
@@ -60,10 +60,10 @@ def test_a_job_names_its_engine_and_options() -> None:
         ({"engine": "class", "path": "own"}, "rollout.path: "),
     ],
 )
-def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -> None:
+def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
         parse_job({**JOB, "rollout": rollout})
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_server", "sglang", "class"])
@@ -83,7 +83,7 @@ def test_what_an_engine_cannot_do_is_refused_with_its_key(job: dict[str, Any], k
     parse_job(engine("embedded", job))
 
 
-def test_the_rule_for_updates_is_part_of_every_engine() -> None:
+def test_every_engine_has_a_rule_for_updates() -> None:
     for name in ("embedded", "vllm", "vllm_server", "sglang", "class"):
         assert parse_job(engine(name, JOB)).rollout.on_update == "keep"
         for rule in ("restart", "drain"):
@@ -106,7 +106,7 @@ AGENT = {
 
 
 @pytest.mark.parametrize("rule", ["restart", "drain"])
-def test_a_job_without_updates_of_training_completions_has_no_rule_for_them(rule: str) -> None:
+def test_jobs_without_updated_training_completions_refuse_a_rule_for_updates(rule: str) -> None:
     rollout = {"engine": "embedded", "on_update": rule}
     deployment = {"kind": "serving", "name": "deployed", "model": JOB["model"]}
     evaluation = {key: JOB[key] for key in ("name", "model", "reward")} | {
@@ -166,7 +166,7 @@ def test_a_job_whose_engine_no_worker_has_is_refused_with_the_command_that_adds_
     assert check_packages(job, workers(a=["torch"], b=["torch", name]), 100.0) == [], "one is enough"
 
 
-def test_a_worker_has_the_engines_beside_it(tmp_path: Path) -> None:
+def test_a_worker_has_the_engines_of_its_engines_directory(tmp_path: Path) -> None:
     assert ServiceSettings(engines_dir=tmp_path).engines == []
     assert ServiceSettings(engines_dir=tmp_path, sglang_url="http://127.0.0.1:30000").engines == ["sglang"]
     for environment, engines in {"sglang": ["sglang"], "vllm": ["vllm_server", "sglang"]}.items():
@@ -189,7 +189,7 @@ def test_a_worker_in_the_interpreter_of_vllm_starts_its_server_with_it(
     assert chosen.vllm_interpreter == tmp_path / "vllm" / "__init__.py"
 
 
-def test_an_engine_reads_the_model_of_a_checkpoint_alone(tmp_path: Path) -> None:
+def test_an_engine_reads_only_the_model_files_of_a_checkpoint(tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "optimizer.safetensors"):
         (tmp_path / name).write_text(name)
     folder = weights_alone(tmp_path)
@@ -197,7 +197,7 @@ def test_an_engine_reads_the_model_of_a_checkpoint_alone(tmp_path: Path) -> None
     shutil.rmtree(folder)
     assert found == {name: name for name in found}
     assert sorted(found) == ["config.json", "model-00001-of-00002.safetensors", "model.safetensors"]
-    assert (tmp_path / "model.safetensors").is_file(), "links are removed, not what they lead to"
+    assert (tmp_path / "model.safetensors").is_file(), "links are removed, not their targets"
 
 
 def test_an_example_has_the_embedded_engine() -> None:

@@ -1,4 +1,4 @@
-"""Rows of the embedded engine: how they close ranks, and that a step costs the same however much a client asks for."""
+"""Rows of the embedded engine: their order after some are dropped, and the cost of logit biases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCAB = 2048
 
 
 class Ops(TorchDispatchMode):
-    """Counts operations."""
+    """Count the operations of torch inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

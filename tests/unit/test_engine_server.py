@@ -38,7 +38,7 @@ def answer(status: str, body: str) -> bytes:
 
 @asynccontextmanager
 async def serving(path: Path, handler: Handler) -> AsyncIterator[EngineServer]:
-    """A client of a server on a Unix socket."""
+    """Start a server on a Unix socket; yield a client of it."""
     async with await asyncio.start_unix_server(handler, path):
         server = EngineServer("Engine", "http://server", socket_path=path)
         yield server
@@ -61,7 +61,7 @@ async def test_a_url_that_leads_elsewhere_is_named() -> None:
 
 
 async def test_a_connection_that_the_server_gives_up_fails_no_later_call(tmp_path: Path) -> None:
-    """As uvicorn does after an error: it answers with 500, and then closes instead of answering again."""
+    """After an error uvicorn answers with 500, and at the next request closes the connection instead of answering."""
 
     async def once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n{}")
@@ -76,7 +76,7 @@ async def test_a_connection_that_the_server_gives_up_fails_no_later_call(tmp_pat
                 await server.post("/update_weights", {}, "load weights", WeightsError)
 
 
-async def test_a_refusal_with_status_200_is_one(tmp_path: Path) -> None:
+async def test_a_reply_without_success_is_an_error_despite_status_200(tmp_path: Path) -> None:
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer("200 OK", '{"success": false}'))
@@ -88,7 +88,7 @@ async def test_a_refusal_with_status_200_is_one(tmp_path: Path) -> None:
             await server.post("/reset_prefix_cache", {}, "drop its caches", WeightsError)
 
 
-async def test_a_stream_that_ends_before_its_end_is_a_lost_server(tmp_path: Path) -> None:
+async def test_a_truncated_stream_counts_as_a_lost_server(tmp_path: Path) -> None:
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b'HTTP/1.1 200 OK\r\nconnection: close\r\n\r\ndata: {"a": 1}\n\n')
@@ -96,11 +96,11 @@ async def test_a_stream_that_ends_before_its_end_is_a_lost_server(tmp_path: Path
         writer.close()
 
     async with serving(tmp_path / "s", cut) as server:
-        heard: list[Any] = []
+        received: list[Any] = []
         with pytest.raises(Unavailable, match="before its end"):
             async for event in server.events("/generate", {}):
-                heard.append(event)
-        assert heard == [{"a": 1}]
+                received.append(event)
+        assert received == [{"a": 1}]
 
 
 async def test_a_child_listens_on_a_socket_and_gets_no_variables_of_penstock(

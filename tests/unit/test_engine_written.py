@@ -1,4 +1,4 @@
-"""Tokens so far of completions that a server decodes: those whose weights are certain, and none of an ended one."""
+"""Tokens so far of running completions of an engine's server: only tokens whose weights are certain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def letters(token_ids: list[int]) -> str:
 
 
 class Server:
-    """Stands in for an engine's server: the test says which events it sends, and when the engine has read the end."""
+    """Stands in for an engine's server: the test decides which events it sends, and when the engine reads the end."""
 
     def __init__(self) -> None:
         self.label = label_of(3, "w3")
@@ -75,8 +75,8 @@ async def server() -> AsyncIterator[Server]:
     await found.dispatch.close()
 
 
-async def test_tokens_after_new_weights_wait_for_the_word_of_the_server(server: Server) -> None:
-    """A token that was on its way at the update has the label of the new weights, and came from the old ones."""
+async def test_tokens_after_new_weights_count_only_once_the_server_names_their_version(server: Server) -> None:
+    """A token that was on its way at the update carries the label of the new weights, but the old ones gave it."""
     await server.ask()
     server.send(7, 8)
     assert server.written()["a"].spans == [Span(3, 0, 2, "w3")]
@@ -89,7 +89,7 @@ async def test_tokens_after_new_weights_wait_for_the_word_of_the_server(server: 
     }
 
 
-async def test_what_began_before_an_update_and_told_nothing_is_not_certain(server: Server) -> None:
+async def test_a_completion_without_tokens_before_an_update_has_no_certain_tokens(server: Server) -> None:
     await server.ask()
     assert server.written() == {}
     server.label = label_of(4, "w4")
@@ -97,7 +97,7 @@ async def test_what_began_before_an_update_and_told_nothing_is_not_certain(serve
     assert server.written() == {}
 
 
-async def test_a_beginning_of_another_worker_is_certain(server: Server) -> None:
+async def test_tokens_that_another_worker_wrote_are_certain(server: Server) -> None:
     await server.ask(begun=BEGUN)
     server.send(7)
     server.label = label_of(4, "w4")
@@ -116,10 +116,10 @@ async def test_a_beginning_of_another_worker_is_certain(server: Server) -> None:
         ((7, 8, 9), None, {"stop_strings": ("hi",)}),
     ],
 )
-async def test_a_completion_that_has_ended_is_none_in_progress(
+async def test_an_ended_completion_is_not_in_progress(
     server: Server, tokens: tuple[int, ...], finish: str | None, sampling: dict[str, Any]
 ) -> None:
-    """Its last token is there, and the engine has not read how it ended."""
+    """The last token has arrived, but the engine has not yet read how the completion ended."""
     stream = await server.ask(**sampling)
     server.send(tokens[0])
     assert list(server.written()) == ["a"]

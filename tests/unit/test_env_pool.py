@@ -1,4 +1,4 @@
-"""The books of the env pool: chunks, final observations, automatic resets, refusals. On real CartPole."""
+"""The env pool on real CartPole: chunks, lengths of episodes, final observations, automatic resets, refusals."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def step(
 
 
 def reference(seed: int, action: int) -> tuple[list[NDArray[np.float32]], int]:
-    """Observations of an episode under one constant action, straight from Gymnasium, and its length."""
+    """Play an episode of plain Gymnasium with one constant action; return its observations and its length."""
     env = gymnasium.make("CartPole-v1")
     observations = [env.reset(seed=seed)[0]]
-    over = False
-    while not over:
+    ended = False
+    while not ended:
         observation, _, terminated, truncated, _ = env.step(action)
         observations.append(observation)
-        over = terminated or truncated
+        ended = terminated or truncated
     env.close()
     return observations, len(observations) - 1
 
 
-def test_group_members_start_equal_and_say_so(pool: EnvPool) -> None:
+def test_group_members_start_in_equal_states_with_equal_hashes(pool: EnvPool) -> None:
     reply = reset(pool, [0, 1, 2], [7, 7, 8])
     assert reply.state_hashes[0] == reply.state_hashes[1] != reply.state_hashes[2]
     assert reply.episode_ids.tolist() == [0, 1, 2]
@@ -95,7 +95,7 @@ def test_chunk_stops_at_the_end_and_keeps_the_final_observation(pool: EnvPool) -
     assert (reply.returns.tolist(), reply.lengths.tolist()) == ([length, 30.0], [length, 30])
 
 
-def test_books_run_over_chunks_and_start_anew(pool: EnvPool) -> None:
+def test_episode_lengths_count_over_chunks_and_restart_after_the_end(pool: EnvPool) -> None:
     _, length = reference(seed=5, action=1)
     reset(pool, [0], [5])
     chunks = [step(pool, [0], np.ones((1, 4), np.int64)) for _ in range(4)]
@@ -103,7 +103,7 @@ def test_books_run_over_chunks_and_start_anew(pool: EnvPool) -> None:
     assert ended.lengths.tolist() == [length]
     assert sum(chunk.valid[0] for chunk in chunks[: chunks.index(ended) + 1]) == length
     after = step(pool, [0], np.ones((1, 1), np.int64))
-    assert after.state_ids.tolist() == [5 + 3], "without ids of the caller each environment goes on in strides of B"
+    assert after.state_ids.tolist() == [5 + 3], "without ids of the caller, an environment adds B to its last id"
     assert after.episode_ids.tolist() == [1]
 
 
@@ -142,7 +142,7 @@ def test_without_automatic_reset_an_ended_episode_refuses_steps(pool: EnvPool) -
         ([2], [[1]], r"environments \[2\] have no running episode"),
     ],
 )
-def test_requests_that_do_not_fit(pool: EnvPool, envs: list[int], actions: Any, message: str) -> None:
+def test_requests_that_do_not_fit_are_refused(pool: EnvPool, envs: list[int], actions: Any, message: str) -> None:
     reset(pool, [0, 1], [1, 2])
     with pytest.raises(PenstockError, match=message):
         step(pool, envs, actions)

@@ -1,4 +1,4 @@
-"""The section `environment` of a job file: what is refused, and what follows from it."""
+"""The section `environment` of a job file: settings that are refused, and values that follow from others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALCULATOR = {"type": "calculator"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["environment.tools=[]"], "environment.tools"),
         (["environment.tools=[{type: calculator}, {type: calculator}]"], "names must differ"),
@@ -58,8 +58,8 @@ CALCULATOR = {"type": "calculator"}
         (["reward.scorers=[{type: environment}]"], "scorer 'environment' needs an environment that judges"),
     ],
 )
-def test_what_is_refused(changes: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said.replace("{", r"\{").replace("(", r"\(")):
+def test_invalid_settings_are_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{").replace("(", r"\(")):
         JobConfig.parse(with_overrides(JOB, changes))
 
 
@@ -82,7 +82,7 @@ def test_tasks_of_an_environment_are_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (["environment.env={taskset: {}}"], "needs `taskset:"),
         (["environment.python=python"], "environment.python: String should match"),
@@ -92,8 +92,8 @@ def test_tasks_of_an_environment_are_rows() -> None:
         (["environment.tool=1"], "unknown key"),
     ],
 )
-def test_what_is_refused_of_an_environment_of_verifiers(changes: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_of_a_verifiers_environment_are_refused(changes: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         JobConfig.parse(with_overrides(JOB, [*VERIFIERS, *changes]))
 
 
@@ -113,7 +113,7 @@ def test_an_evaluation_job_has_environments_and_an_online_job_has_not() -> None:
         parse_job({**online, "kind": "online_rl"})
 
 
-def test_chat_templates_are_told_of_the_tools() -> None:
+def test_chat_templates_get_the_tools() -> None:
     chat = JobConfig.parse(with_overrides(JOB, ["data.prompt.chat=true"]))
     assert chat.environment is not None
     [tool] = chat.data_config.prompt.chat_template_args["tools"]

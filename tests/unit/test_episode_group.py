@@ -1,4 +1,4 @@
-"""Groups of episodes on the wire."""
+"""Encoding and decoding of groups of episodes, and the header that the gate reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.shared.protocol.trajectory import decode_group
 
 
 def group(lengths: tuple[int, ...] = (3, 2), *, chunk: int = 2, **changes: Any) -> EpisodeGroup:
-    """Episodes of so many decisions; the first one is cut off, the others end with their task."""
+    """Return episodes of ``lengths`` decisions; the first episode is truncated, the others terminate."""
     rng = np.random.default_rng(0)
     d, g = sum(lengths), len(lengths)
     cuts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
@@ -47,7 +47,7 @@ def group(lengths: tuple[int, ...] = (3, 2), *, chunk: int = 2, **changes: Any) 
     return EpisodeGroup(**known | changes)
 
 
-def test_a_group_comes_back_as_it_was() -> None:
+def test_a_decoded_group_equals_the_encoded_one() -> None:
     sent = group()
     data, header = encode_episode_group(sent)
     found = decode_any_group(data)
@@ -80,7 +80,7 @@ def test_the_gate_reads_decisions_and_returns() -> None:
 
 
 @pytest.mark.parametrize("name", ["observations", "final_observations", "rewards", "logprobs"])
-def test_a_number_that_is_not_finite_is_told_to_the_gate(name: str) -> None:
+def test_the_header_flags_a_number_that_is_not_finite(name: str) -> None:
     sent = group()
     array = getattr(sent, name)
     (array["state"] if isinstance(array, dict) else array)[0, 0] = np.nan
@@ -106,7 +106,7 @@ def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], message: st
         encode_episode_group(group(**changes))
 
 
-def test_groups_of_tokens_and_of_episodes_are_not_mistaken() -> None:
+def test_groups_of_tokens_and_of_episodes_are_not_confused() -> None:
     data, _ = encode_episode_group(group())
     with pytest.raises(ProtocolError, match="not a group of a known schema"):
         decode_group(data)

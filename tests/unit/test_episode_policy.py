@@ -23,13 +23,13 @@ KINDS = ("gaussian", "categorical", "tokens", "squashed")
 
 
 def spec_of(**keys: Any) -> EnvSpec:
-    facts: dict[str, Any] = {
+    known: dict[str, Any] = {
         "env_id": "Reach", "backend": "gymnasium", "num_envs": 1, "max_episode_steps": 20, "has_success": True,
         "observations": {"state": ArraySpec((4,), "float64"), "goal": ArraySpec((1, 2), "float32")},
         "action_shape": (2,), "action_dtype": "float32", "num_actions": None, "versions": {},
         "action_low": [-1.0, 0.0], "action_high": [1.0, 10.0],
     }  # fmt: skip
-    return EnvSpec(**facts | keys)
+    return EnvSpec(**known | keys)
 
 
 DISCRETE = spec_of(action_shape=(), action_dtype="int64", num_actions=5, action_low=[], action_high=[])
@@ -41,7 +41,7 @@ def policy_of(kind: str, *, seed: int = 1, **keys: Any) -> EpisodePolicy:
 
 
 def stirred(policy: EpisodePolicy) -> EpisodePolicy:
-    """With weights that make decisions differ, and statistics."""
+    """Give ``policy`` weights with which its decisions differ, and statistics of observations; return it."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for param in policy.parameters():
@@ -98,7 +98,7 @@ def test_gaussian_densities() -> None:
 
 
 @pytest.mark.parametrize(("kind", "choices"), [("categorical", 5), ("tokens", 8)])
-def test_densities_of_choices(kind: str, choices: int) -> None:
+def test_densities_of_discrete_actions(kind: str, choices: int) -> None:
     policy = stirred(policy_of(kind, bins=8))
     observations = observations_of(N)
     logits = policy.layers(policy.features(observations)).reshape(N, *policy.noise_shape, choices)
@@ -148,7 +148,7 @@ def test_observations_are_normalised_by_all_that_was_seen(sizes: tuple[int, ...]
 
 
 def test_statistics_are_precise_far_from_zero_and_travel_with_the_weights() -> None:
-    """A deviation of 1e-3 around 1e6: a sum of squares in float32 would lose it."""
+    """A sum of squares in float32 would lose a deviation of 1e-3 around 1e6."""
     config = PolicyConfig(hidden_sizes=(4,))
     spec = spec_of(observations={"state": ArraySpec((1,), "float64")})
     policy, copied = (build_policy(config, spec, action_chunk=1, seed=seed) for seed in (1, 2))
@@ -161,7 +161,7 @@ def test_statistics_are_precise_far_from_zero_and_travel_with_the_weights() -> N
         assert float(found.std()) == pytest.approx(1 / math.sqrt(1 + 1e-8 / values.var()), rel=1e-3)
 
 
-def test_an_observation_is_read_as_it_is_where_nothing_was_seen() -> None:
+def test_observations_are_not_normalised_without_statistics() -> None:
     every = {"state": torch.tensor([[1.0, -30, 3, 4]]), "goal": torch.tensor([[[5.0, 6]]])}
     np.testing.assert_allclose(policy_of("gaussian").features(every), [[1, -10, 3, 4, 5, 6]], rtol=1e-6)
     plain = policy_of("gaussian", normalise_observations=False)
@@ -196,7 +196,7 @@ def test_first_weights_are_a_function_of_the_seed(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical", "tokens"])
-def test_first_weights_are_orthogonal_and_the_first_policy_the_same_everywhere(kind: str) -> None:
+def test_first_weights_are_orthogonal_and_the_first_policy_ignores_observations(kind: str) -> None:
     policy = policy_of(kind, initial_log_std=-0.5, bins=4)
     first, last = (layer.weight for layer in policy.layers if isinstance(layer, nn.Linear))
     torch.testing.assert_close(first.T @ first, 2 * torch.eye(6), rtol=1e-5, atol=1e-5)
@@ -221,7 +221,7 @@ def test_first_weights_are_orthogonal_and_the_first_policy_the_same_everywhere(k
         ({}, spec_of(action_dtype="int32"), "'gaussian' gives floating-point numbers; actions of 'Reach'.* are int32"),
     ],
 )
-def test_what_does_not_fit_names_both_sides(keys: dict[str, Any], spec: EnvSpec, message: str) -> None:
+def test_a_refusal_names_policy_and_simulator(keys: dict[str, Any], spec: EnvSpec, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_policy(PolicyConfig.parse(keys), spec, action_chunk=1, seed=0)
 

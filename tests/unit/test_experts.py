@@ -37,7 +37,7 @@ def layers(model: PreTrainedModel) -> tuple[Sparse, ...]:
 
 
 def recorded(model: PreTrainedModel) -> Tensor:
-    """The router's own choices, int64 [T, N, K]."""
+    """Return the experts that the router chooses by itself, int64 [T, N, K]."""
     recorder = Recorder()
     tokens = pack(SEQUENCES)
     plan = plan_of(model)
@@ -49,7 +49,7 @@ def recorded(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_by_group_are_experts_by_token(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def test_grouped_experts_equal_experts_computed_token_by_token(model: PreTrainedModel, dtype: torch.dtype) -> None:
     layer = layers(model)[0]
     h_TD = torch.randn(50, 16, generator=torch.Generator().manual_seed(1))
     expected = []
@@ -84,7 +84,7 @@ def test_one_token_and_idle_experts(model: PreTrainedModel) -> None:
     model.zero_grad()
 
 
-def test_a_replayed_table_decides_and_its_own_choice_changes_nothing(model: PreTrainedModel) -> None:
+def test_a_replayed_table_replaces_the_choice_of_the_router(model: PreTrainedModel) -> None:
     tokens = pack(SEQUENCES)
     table_TNK = recorded(model)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_an_even_load_has_loss_one_and_a_lopsided_one_more() -> None:
     assert load_balancing_loss(lopsided, lopsided, num_tokens=30).item() == pytest.approx(E)
 
 
-def test_it_is_the_loss_of_transformers_for_each_layer_but_for_the_number_of_choices() -> None:
+def test_the_balancing_loss_is_that_of_transformers_divided_by_experts_per_token() -> None:
     logits_TE = torch.randn(40, E, generator=torch.Generator().manual_seed(3))
     probs_TE = torch.softmax(logits_TE, -1)
     load = RouterLoad()
@@ -140,7 +140,7 @@ def test_it_is_the_loss_of_transformers_for_each_layer_but_for_the_number_of_cho
     assert found.item() == pytest.approx(float(load_balancing_loss_func((logits_TE,), E, K)) / K, rel=1e-5)
 
 
-def test_shares_of_microbatches_add_up_and_halves_of_their_own_do_not() -> None:
+def test_losses_of_microbatches_add_up_only_with_the_counts_of_the_batch() -> None:
     probs_TE = torch.softmax(torch.randn(40, E, generator=torch.Generator().manual_seed(4)), -1)
 
     def loss(probs: Tensor, counted: Tensor) -> float:
@@ -152,7 +152,7 @@ def test_shares_of_microbatches_add_up_and_halves_of_their_own_do_not() -> None:
     assert sum(loss(part, part) for part in parts) != pytest.approx(whole, rel=1e-4)
 
 
-def test_its_gradient_takes_probability_from_the_busiest_expert() -> None:
+def test_the_balancing_gradient_takes_probability_from_the_busiest_expert() -> None:
     logits_TE = torch.randn(40, E, generator=torch.Generator().manual_seed(5)).requires_grad_()
     probs_TE = torch.softmax(logits_TE, -1)
     chosen_E = torch.bincount(probs_TE.topk(K).indices.flatten(), minlength=E)

@@ -1,4 +1,4 @@
-"""Flaws of job files: a line each, with the document's own key, what was found there and what may stand there."""
+"""Flaws of job files: a line each, with the key in the file, the value found there and the valid values."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ SOURCES = "'file', 'gsm8k_calculator', 'addition', 'sorting', 'tasks'"
         (f"algorithm={{type: {'x' * 500}}}", f"algorithm.type: found '{'x' * 58}…; there are: "),
     ],
 )
-def test_one_line_says_where_what_and_what_else(override: str, line: str) -> None:
+def test_one_line_names_the_key_the_value_and_the_alternatives(override: str, line: str) -> None:
     found = flaws(override)
     assert [one[: len(line)] for one in found] == [line]
     assert not any("Input tag" in one for one in found)
 
 
-def test_of_online_jobs() -> None:
+def test_errors_of_online_jobs() -> None:
     assert flaws("algorithm={type: gp}", "online") == ["algorithm.type: found 'gp'; there are: 'reinforce_pp', 'ppo'"]
     assert "needs several answers to the same prompt" in flaws("algorithm={type: grpo}", "online")[0]
 
 
-def test_the_kinds_that_are_named_are_those_there_are() -> None:
+def test_the_named_kinds_are_all_kinds() -> None:
     assert tuple(KINDS) == KIND_NAMES

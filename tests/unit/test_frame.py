@@ -15,12 +15,12 @@ from penstock.shared.protocol.frame import MAX_DEPTH, MAX_HEADER_BYTES, BFloat16
 
 
 def frame_of(header: bytes, body: bytes = bytes(128)) -> bytes:
-    """A frame with a header written by hand."""
+    """Return a frame with a header written by hand."""
     return b"PSF1" + len(header).to_bytes(4, "little") + header + bytes(-(8 + len(header)) % 64) + body
 
 
 def tensor_frame(dtype: str, shape: list[int], offset: int, nbytes: int, body: bytes = bytes(128)) -> bytes:
-    """A frame that is one tensor, as claimed."""
+    """Return a frame whose header claims one tensor of this description."""
     claim = msgspec.msgpack.encode((dtype, shape, offset, nbytes))
     return frame_of(msgspec.msgpack.encode({"x": msgspec.msgpack.Ext(1, claim)}), body)
 
@@ -93,7 +93,7 @@ def test_encoding_refuses_what_it_cannot_give_back(tree: Any) -> None:
         encode_frame(tree)
 
 
-def test_deepest_tree_goes_through() -> None:
+def test_a_tree_of_the_greatest_depth_is_accepted() -> None:
     assert decode_frame(b"".join(encode_frame(nested(MAX_DEPTH)))) == nested(MAX_DEPTH)
 
 

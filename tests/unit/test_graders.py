@@ -43,14 +43,14 @@ def test_formulas(text: str, value: float) -> None:
     ["a +", "a; b", "__import__('os')", "a.b", "a[0]", "lambda: 1", "f(a)", "min()", "abs(a, b)", "min(a, key=b)",
      "True", "'a'", "a if b else c", "(" * 300, "-" * 900 + "1", "+".join("a" * 200), "a" * 1001],
 )  # fmt: skip
-def test_what_is_no_formula(text: str) -> None:
+def test_invalid_formulas_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="formula"):
         Formula(text)
 
 
 @pytest.mark.parametrize("text", ["a / 0", "log(0)", "sqrt(-1)", "exp(1000)", "(0 - 1) ^ 0.5", "9 ^ 9 ^ 9 ^ 9",
                                   "min(1, 1e308 * 10)", "abs((0 - 8) ^ (1 / 3))", "min(1, 1e999)"])  # fmt: skip
-def test_formulas_without_a_value(text: str) -> None:
+def test_a_formula_without_a_finite_value_fails(text: str) -> None:
     with pytest.raises(ValueError, match=r"no value|not a finite number"):
         Formula(text).value({"a": 1.0})
 
@@ -88,7 +88,7 @@ def test_similarity() -> None:
     assert bleu(["dog"], one) == 0.0
 
 
-def test_what_two_long_texts_have_in_common_takes_little_memory() -> None:
+def test_comparing_two_long_texts_takes_little_memory() -> None:
     words = [str(number) for number in range(20_000)]
     tracemalloc.start()
     assert common_length(words, words[-3:]) == common_length(words[-3:], words) == 3
@@ -98,7 +98,7 @@ def test_what_two_long_texts_have_in_common_takes_little_memory() -> None:
         fuzzy_match("a" * 32_769, "b" * 32_769)
 
 
-def test_what_a_grader_needs() -> None:
+def test_fields_and_parts_of_a_multi_grader() -> None:
     grader = GRADERS.validate_python(
         {
             "type": "multi",
@@ -127,7 +127,7 @@ def test_what_a_grader_needs() -> None:
         ({"type": "text_similarity", "name": "x", "input": "", "reference": "", "evaluation_metric": "meteor"}, "bleu"),
     ],
 )  # fmt: skip
-def test_graders_that_are_refused(grader: dict[str, Any], words: str) -> None:
+def test_invalid_graders_are_refused(grader: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         GRADERS.validate_python(grader)
 
@@ -138,8 +138,8 @@ def test_models_need_an_address_of_the_deployment() -> None:
         GraderScorer(grader=judge)
     with pytest.raises(ConfigError, match="PENSTOCK_GRADER_URL"):
         scorer_of(judge, ServiceSettings(grader_url=""))
-    made = scorer_of(judge, ServiceSettings(grader_url="http://models/v1/", grader_key_env="KEY_NAME"))
-    assert (made.base_url, made.api_key_env, made.budget_s) == ("http://models/v1", "KEY_NAME", 60.0)
+    scorer = scorer_of(judge, ServiceSettings(grader_url="http://models/v1/", grader_key_env="KEY_NAME"))
+    assert (scorer.base_url, scorer.api_key_env, scorer.budget_s) == ("http://models/v1", "KEY_NAME", 60.0)
     with pytest.raises(ConfigError, match="PENSTOCK_GRADER_KEY_ENV"):
         scorer_of(judge, ServiceSettings(grader_url="http://models/v1", grader_key_env="sk-secret"))
 

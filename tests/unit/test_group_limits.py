@@ -1,4 +1,4 @@
-"""How large a group may be is decided when a job is submitted."""
+"""The size limit of groups is checked when a job is submitted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_group_above_the_limit_is_refused() -> None:
         JobConfig.parse(job(32, 131_072))
 
 
-def test_a_row_counts_beyond_what_every_group_has_room_for(tmp_path: Path) -> None:
+def test_the_bytes_of_a_data_row_count_above_a_base_amount(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": "p", "tests": "x" * size}) + "\n" for size in (10, 5000, 20)))
     data = {"train": {"type": "file", "path": str(path)}, "prompt": {"answer": None}}
@@ -59,7 +59,7 @@ def test_a_job_whose_rows_do_not_fit_is_refused() -> None:
         check_groups(config, 64 << 20, stores_parts=True)
 
 
-def test_an_old_server_takes_no_groups_in_parts() -> None:
+def test_an_old_nats_server_stores_no_groups_in_parts() -> None:
     small, large = JobConfig.parse(job(8, 64)), JobConfig.parse(job(16, 131_072))
     check_groups(small, 0, stores_parts=False)
     check_groups(large, 0, stores_parts=True)
@@ -78,7 +78,7 @@ def evaluation(samples: int, tokens: int, **model: Any) -> dict[str, Any]:
     }
 
 
-def test_a_prompt_of_an_evaluation_is_bounded_too_and_counts_router_tables() -> None:
+def test_groups_of_evaluations_are_limited_too_and_count_router_tables() -> None:
     assert EvaluationJob.parse(evaluation(8, 32_768)).max_group_bytes <= 64 << 20
     with pytest.raises(ConfigError, match=r"more than a group may have \(67108864\).* lower evaluation.samples"):
         EvaluationJob.parse(evaluation(128, 32_768))

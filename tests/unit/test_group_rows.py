@@ -1,4 +1,4 @@
-"""Rows that groups hold: given back one by one, and taken by the next group."""
+"""Rows of the engine that a group holds: each completion frees its row for the next group."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_group_that_fails_gives_all_its_rows_back() -> None:
     assert (rows.number, rows.num_groups) == (0, 0)
 
 
-async def test_each_completion_gives_its_row_back_and_is_the_one_of_a_request_for_all() -> None:
+async def test_each_completion_frees_its_row_and_equals_that_of_one_request_for_all() -> None:
     config = JobConfig.parse(JOB)
     tokenizer = build_tokenizer(config.model)
     engine = open_engine(config.model, tokenizer, max_running=8, seed=0)
@@ -75,5 +75,5 @@ async def test_each_completion_gives_its_row_back_and_is_the_one_of_a_request_fo
     finally:
         await engine.close()
     assert held == [7, 6, 5, 4, 3, 2, 1, 0, 0]
-    assert len(set(group.cu_seqlens[1:] - group.cu_seqlens[:-1])) > 1, "they are ragged"
+    assert len(set(group.cu_seqlens[1:] - group.cu_seqlens[:-1])) > 1, "the lengths must differ"
     assert group.token_ids.tolist() == [token for sample in expected for token in sample.token_ids]

@@ -1,4 +1,4 @@
-"""Groups from the wire: whatever breaks their contract is a ProtocolError, never another error."""
+"""Decoding of groups: whatever breaks their format raises a ProtocolError, never another error."""
 
 from __future__ import annotations
 

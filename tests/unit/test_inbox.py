@@ -1,4 +1,4 @@
-"""Facts on their way into the decisions of a leader."""
+"""The queue of updates that a leader applies between its decisions."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ import time
 
 import pytest
 
+from penstock.shared.errors import Conflict
 from penstock.shared.runtime.tasks import Inbox
 
 
-async def test_all_that_is_there_is_one_turn_and_what_comes_meanwhile_is_the_next() -> None:
+async def test_one_turn_takes_what_waits_and_the_next_what_arrives_meanwhile() -> None:
     inbox, taken = Inbox(), list[int]()
 
-    async def fact(number: int) -> None:
+    async def update(number: int) -> None:
         taken.append(number)
         if number == 1:
-            await inbox.put(lambda: fact(9))
+            await inbox.put(lambda: update(9))
 
     for number in range(3):
-        await inbox.put(lambda number=number: fact(number))  # type: ignore[misc]
+        await inbox.put(lambda number=number: update(number))  # type: ignore[misc]
     await inbox.take(1.0)
     assert taken == [0, 1, 2]
     await inbox.take(1.0)
     assert taken == [0, 1, 2, 9]
 
 
-async def test_decisions_do_not_wait_until_a_flood_is_taken_in() -> None:
+async def test_a_flood_of_updates_does_not_delay_decisions() -> None:
     inbox, taken = Inbox(), list[int]()
 
     async def slow(number: int) -> None:
@@ -42,7 +43,7 @@ async def test_decisions_do_not_wait_until_a_flood_is_taken_in() -> None:
     assert len(taken) >= 2
 
 
-async def test_who_asks_gets_what_was_decided() -> None:
+async def test_a_requester_gets_the_decision() -> None:
     inbox = Inbox()
 
     async def decide() -> str:
@@ -53,13 +54,26 @@ async def test_who_asks_gets_what_was_decided() -> None:
     assert await asking == "decided"
 
 
-async def test_a_wish_finds_room_beside_a_full_inbox() -> None:
+async def test_a_failed_update_fails_for_the_leader_and_for_the_requester() -> None:
+    inbox = Inbox()
+
+    async def decide() -> str:
+        raise Conflict("no")
+
+    asking = asyncio.create_task(inbox.ask(decide))
+    with pytest.raises(Conflict):
+        await inbox.take(1.0)
+    with pytest.raises(Conflict):
+        await asyncio.wait_for(asking, 5)
+
+
+async def test_waking_a_full_inbox_neither_fails_nor_fills_it_further() -> None:
     inbox = Inbox(1)
     for _ in range(3):
         inbox.wake()
     before = time.monotonic()
     await inbox.take(30.0)
     assert time.monotonic() - before < 5
-    with pytest.raises(TimeoutError):  # the inbox is empty again, and a turn without facts ends by itself
+    with pytest.raises(TimeoutError):  # the inbox is empty again, and a turn without updates ends by itself
         await asyncio.wait_for(inbox.take(30.0), 0.05)
     await inbox.take(0.01)

@@ -1,4 +1,4 @@
-"""Job files as users write them: slips that are named before anything runs."""
+"""Mistakes in job files, which are named before a job runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JOB: dict[str, Any] = {
 TWICE = "name: a\ntrain:\n  seed: 1\n  epochs: 2\n  seed: 3\n"
 
 
-def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+def test_a_duplicate_key_is_refused_with_both_lines(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(TWICE)
     with pytest.raises(ConfigError, match=r"at line 5, column 3: the key 'seed' stands here and at line 3"):
@@ -37,7 +37,7 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> N
         from_yaml(TWICE.encode())
 
 
-def test_a_file_that_is_empty_or_no_mapping() -> None:
+def test_a_file_that_is_empty_or_no_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^standard input is empty: it must hold a mapping"):
         parse_yaml("# nothing\n", where="standard input")
     with pytest.raises(ConfigError, match=r"^a.yaml must hold a mapping of keys to values, found list$"):
@@ -45,7 +45,7 @@ def test_a_file_that_is_empty_or_no_mapping() -> None:
 
 
 def test_a_merged_mapping_may_override_keys() -> None:
-    """Also keys of one letter, which Python keeps only once in memory, and mappings that are merged in a list."""
+    """Keys of one letter, which Python stores only once in memory, and lists of merged mappings work, too."""
     text = "a: &a {x: 1, yy: 2}\nb: &b {<<: *a, x: 3, yy: 6}\nc: {<<: *b, yy: 4}\nd: {<<: [*a, *b], =: 5}\n"
     assert parse_yaml(text, where="text")["c"] == {"x": 3, "yy": 4}
     assert from_yaml(text.encode())["d"] == {"x": 1, "yy": 2, "=": 5}
@@ -53,7 +53,7 @@ def test_a_merged_mapping_may_override_keys() -> None:
         parse_yaml("a: {<<: 3}", where="text")
 
 
-def test_the_room_of_a_completion_is_told_with_its_parts() -> None:
+def test_a_completion_that_leaves_no_room_is_refused_with_the_parts_of_its_length() -> None:
     tools = {"tools": [{"type": "calculator"}], "max_turns": 5, "max_observation_tokens": 128}
     with pytest.raises(ConfigError) as refused:
         parse_job({**JOB, "environment": tools, "sampling": {"max_new_tokens": 24}})
@@ -63,13 +63,13 @@ def test_the_room_of_a_completion_is_told_with_its_parts() -> None:
     ) in str(refused.value)
 
 
-@pytest.mark.parametrize("made", [False, True])
-async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+async def test_a_missing_tokenizer_is_refused(tmp_path: Path, exists: bool) -> None:
     folder = tmp_path / "tokenizer"
-    if made:
+    if exists:
         folder.mkdir()
     spec = parse_job({**JOB, "model": {"config": {}, "tokenizer": str(folder)}})
-    flaw = "holds no tokenizer: none of tokenizer.json" if made else "does not exist"
+    flaw = "holds no tokenizer: none of tokenizer.json" if exists else "does not exist"
     with pytest.raises(ConfigError, match=f"model.tokenizer: '.*tokenizer' {flaw}"):
         await plan_job(spec, [], ServiceSettings(), stores_parts=True)
     folder.mkdir(exist_ok=True)
@@ -77,8 +77,8 @@ async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None
     assert (await plan_job(spec, [], ServiceSettings(), stores_parts=True))["warnings"] == []
 
 
-async def test_code_that_a_model_brings(tmp_path: Path) -> None:
-    """Code is not run without leave, and a file that is missing is named before the job runs."""
+async def test_code_in_the_folder_of_a_model(tmp_path: Path) -> None:
+    """Without ``trust_remote_code`` a warning says that the code is not run; with it, a missing file is an error."""
     classes = {
         "AutoConfig": "own.Config",
         "AutoModelForCausalLM": "org/other--own.Model",
@@ -111,12 +111,12 @@ def test_the_client_takes_the_path_of_a_file_as_text(tmp_path: Path) -> None:
         calls.text_of(str(tmp_path / "nothing.yaml"))
 
 
-def test_several_metrics_may_be_named_one_by_one() -> None:
+def test_several_metrics_may_be_given_as_a_list() -> None:
     assert (
         calls.view("job", "metrics", names=["reward/mean", "length/mean"]).query()["names"] == "reward/mean,length/mean"
     )
 
 
-def test_a_key_that_cannot_be_one_is_refused_at_once() -> None:
+def test_an_api_key_with_invalid_characters_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds characters that no key has"):
         default_headers("…", "http://127.0.0.1:8000")

@@ -1,4 +1,4 @@
-"""The key file of a deployment, and who finds it."""
+"""The key file of a deployment, and the clients that find it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_clients_of_the_user_find_the_key_while_the_deployment_runs(data_dir: Path) -> None:
     secret = ensure_secret(key_file(data_dir))
     announce_key(URL, data_dir)
-    assert find_key(URL) is None, "nothing runs there: whoever listens now is not to get the key"
+    assert find_key(URL) is None, "no deployment runs there, so the key must not be sent there"
     with (data_dir / LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert find_key(URL) == find_key("http://localhost:8123/") == secret
@@ -35,14 +35,14 @@ def test_clients_of_the_user_find_the_key_while_the_deployment_runs(data_dir: Pa
         assert find_api_key(URL) == secret
         assert default_headers("mine", URL) == {"Authorization": "Bearer mine"}
         assert find_key("http://127.0.0.1:8124") is None
-        assert find_key("http://example.org:8123") is None, "a key goes to nobody else"
+        assert find_key("http://example.org:8123") is None, "the key is sent to no other host"
         withdraw_key(URL, data_dir / "other")
         assert find_key(URL) == secret
         withdraw_key(URL, data_dir)
         assert find_key(URL) is None
 
 
-def test_a_secret_is_made_once_and_for_this_user_alone(data_dir: Path) -> None:
+def test_a_secret_is_created_once_and_only_its_user_may_read_it(data_dir: Path) -> None:
     file = data_dir / "secret"
     assert ensure_secret(file) == ensure_secret(file)
     assert len(ensure_secret(file)) == 43
@@ -55,7 +55,7 @@ def test_a_secret_is_made_once_and_for_this_user_alone(data_dir: Path) -> None:
         ensure_secret(data_dir / "nowhere" / "secret")
 
 
-def test_an_api_without_keys_is_open_only_where_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_api_without_keys_needs_explicit_permission(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ConfigError, match="PENSTOCK_OPEN_LOOPBACK"):
         KeyRing(ServiceSettings(api_keys="", open_loopback=False), None)  # type: ignore[arg-type]
     assert not KeyRing(ServiceSettings(api_keys="", open_loopback=True), None).required  # type: ignore[arg-type]

@@ -30,14 +30,14 @@ def test_the_last_lines_of_each_log(tmp_path: Path) -> None:
 
 
 def test_lines_that_name_no_job_are_for_admins(tmp_path: Path) -> None:
-    """They may be about any job, so a tenant's key does not read them."""
+    """Such lines may be about any job, so a tenant's key cannot read them."""
     (tmp_path / "trainer-0.log").write_text(f"about nobody\n{THEIRS}\n{OURS}\n")
     read = partial(read_logs, tmp_path, job=OURS, service=None, tail=10, after=None)
     assert texts(read(unnamed=False)) == [OURS]
     assert texts(read(unnamed=True)) == ["about nobody", OURS]
 
 
-def test_following(tmp_path: Path) -> None:
+def test_following_a_log_returns_new_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("a\nhal")
     found = read_logs(tmp_path, job=OURS, service=None, tail=10, after=None)
@@ -53,7 +53,7 @@ def test_following(tmp_path: Path) -> None:
     assert texts(read_logs(tmp_path, job=OURS, service=None, tail=10, after=found["next"])) == ["new"]
 
 
-def test_a_tail_cuts_nothing_behind_a_cursor(tmp_path: Path) -> None:
+def test_the_tail_limit_does_not_apply_after_a_cursor(tmp_path: Path) -> None:
     log = tmp_path / "trainer-0.log"
     log.write_text("a\nb\n")
     found = read_logs(tmp_path, job=OURS, service=None, tail=1, after=None)
@@ -64,7 +64,7 @@ def test_a_tail_cuts_nothing_behind_a_cursor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("service", ["nobody", "../../etc/passwd", ""])
-def test_no_such_log(tmp_path: Path, service: str) -> None:
+def test_an_unknown_log_is_refused(tmp_path: Path, service: str) -> None:
     (tmp_path / "trainer-0.log").write_text("a\n")
     with pytest.raises(NotFound, match="trainer-0"):
         read_logs(tmp_path, job=OURS, service=service, tail=10, after=None)

@@ -1,4 +1,4 @@
-"""Adapters in a model: what they compute, how they are named, and that peft and transformers read what is written."""
+"""Adapters in a model: their output, their names, and files that peft and transformers can read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def model_of(arch: str = "qwen3", dtype: str = "float32") -> PreTrainedModel:
 
 
 def adapted(arch: str = "qwen3", dtype: str = "float32", **lora: Any) -> PreTrainedModel:
-    """A model whose adapter does something."""
+    """Return a model whose adapter changes the output."""
     model = add_adapter(model_of(arch, dtype), LoraConfig(rank=4, **lora), seed=3)
     noise = torch.Generator().manual_seed(1)
     for name, parameter in adapter_parameters(model).items():
@@ -62,7 +62,7 @@ def hidden(model: PreTrainedModel) -> Tensor:
 @pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_a_new_adapter_changes_nothing_and_a_trained_one_is_computed_as_peft_does(arch: str) -> None:
     plain = model_of(arch)
-    before = hidden(plain)  # looks at the modules before they are replaced
+    before = hidden(plain)  # computed before the adapter replaces modules
     assert torch.equal(hidden(add_adapter(plain, LoraConfig(rank=4), seed=3)), before)
     model = adapted(arch)
     assert supports(model)
@@ -89,7 +89,7 @@ def test_only_the_adapter_has_gradients() -> None:
     assert all(p.grad is None and not p.requires_grad for p in base_parameters(model).values())
 
 
-def test_names_are_those_of_the_files() -> None:
+def test_parameter_names_are_those_of_the_files() -> None:
     plain, model = model_of(), adapted(target_modules=["v_proj", "down_proj"])
     assert list(base_parameters(model)) == [name for name, _ in plain.named_parameters()]
     names = list(adapter_parameters(model))
@@ -99,7 +99,7 @@ def test_names_are_those_of_the_files() -> None:
     assert not has_adapter(plain)
 
 
-def test_the_seed_decides_and_the_global_state_stays() -> None:
+def test_a_new_adapter_depends_on_its_seed_and_keeps_the_global_random_state() -> None:
     state = torch.get_rng_state()
     first, again, other = (add_adapter(model_of(), LoraConfig(), seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""Sections about experts and adapters: what contradicts itself is refused where it stands."""
+"""Sections about experts and adapters: contradictions are refused with their key."""
 
 from __future__ import annotations
 

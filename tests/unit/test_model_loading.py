@@ -1,4 +1,4 @@
-"""Models and tokenizers from the ``model`` section; what is wrong with it is said clearly."""
+"""Models and tokenizers from the ``model`` section; mistakes in it are named clearly."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_saved_model_is_loaded_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_threads_that_load_at_once_do_not_harm_each_other(tmp_path: Path) -> None:
-    """transformers puts functions of torch aside while it loads; two loads at once once left them away for good."""
+    """transformers replaces functions of torch while it loads; two loads at once could leave them replaced for good."""
     saved = build_model(config_of(vocab_size=32), 11, seed=5)
     saved.save_pretrained(tmp_path)
     random = config_of(arch="llama", vocab_size=32)

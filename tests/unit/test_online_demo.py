@@ -1,4 +1,4 @@
-"""The agents of the online demo: how they ask, what they post, and what stands between a hostile one and the policy."""
+"""Agents of the online demo: their requests and feedback, and the limits on the influence of a hostile agent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.shared.errors import ConfigError
 
 
 class OneVoice:
-    """Is answered `pay` to every question; stops its agent after some answers."""
+    """Stand in for a voice of the demo: answer each question with `pay`, and stop the agent after some answers."""
 
     errors: tuple[type[Exception], ...] = (ConnectionError,)
 
@@ -50,7 +50,7 @@ CHAT = {
 
 @asynccontextmanager
 async def endpoint(status: int, seen: list[tuple[str, dict[str, str], dict[str, Any]]]) -> AsyncIterator[str]:
-    """Answers chats with ``status``, takes every feedback, and keeps what was asked: path, headers, body."""
+    """Serve chats with ``status`` and accept all feedback; ``seen`` collects path, headers and body of each request."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -77,7 +77,7 @@ async def endpoint(status: int, seen: list[tuple[str, dict[str, str], dict[str, 
 
 
 async def talk_until(agent: Agent, done: str) -> None:
-    """Let it talk until it has answers, or failures."""
+    """Run the agent until its list ``done`` (`answers` or `failures`) has an entry."""
     task = asyncio.create_task(agent.run())
     async with asyncio.timeout(60):
         while not getattr(agent, done):
@@ -86,7 +86,7 @@ async def talk_until(agent: Agent, done: str) -> None:
     await task
 
 
-async def test_agents_ask_by_the_stock_sdk_and_read_the_version_from_its_answer() -> None:
+async def test_agents_use_the_official_sdk_and_read_the_version_from_its_response() -> None:
     seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
     async with endpoint(200, seen) as url, voices(url, "router", ["sk-one"], each=3) as found:
         assert len(found) == 3
@@ -98,17 +98,17 @@ async def test_agents_ask_by_the_stock_sdk_and_read_the_version_from_its_answer(
     assert {headers["authorization"] for _, headers, _ in seen} == {"Bearer sk-one"}
     assert chats[0][2]["model"] == "router"
     assert {answer.version for answer in agent.answers} == {3}
-    said = [body for path, _, body in seen if path == "/feedback"]
-    assert {body["inference_id"] for body in said} == {"chatcmpl-7"}
+    feedback = [body for path, _, body in seen if path == "/feedback"]
+    assert {body["inference_id"] for body in feedback} == {"chatcmpl-7"}
     assert agent.failures == []
 
 
-async def test_what_the_sdk_gives_up_on_is_a_failure() -> None:
+async def test_a_request_on_which_the_sdk_gives_up_is_a_failure() -> None:
     seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
     async with endpoint(503, seen) as url, voices(url, "router", [""]) as found:
         agent = Agent(found, random.Random(0))
         await talk_until(agent, "failures")
-    assert len(seen) == 3 * len(agent.failures), "each was asked again twice, as the SDK does of itself"
+    assert len(seen) == 3 * len(agent.failures), "the SDK repeats each request twice by itself"
     assert "503" in agent.failures[0]
     assert agent.answers == []
 
@@ -130,7 +130,7 @@ def test_only_the_demo_imports_the_sdk() -> None:
 
 
 @pytest.mark.parametrize("honest", [True, False])
-async def test_the_last_word_of_an_agent_is_the_truth_or_the_opposite(
+async def test_the_final_feedback_of_an_agent_is_right_or_inverted(
     honest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.cli.demo.agent.LATE_S", (0.0, 0.01))
@@ -152,7 +152,7 @@ async def test_the_last_word_of_an_agent_is_the_truth_or_the_opposite(
     assert agent.failures == []
 
 
-def test_beside_a_hostile_key_shares_are_bounded_unless_the_job_says_otherwise(tmp_path: Path) -> None:
+def test_with_a_hostile_key_shares_are_limited_unless_the_job_sets_them(tmp_path: Path) -> None:
     file = example("online.yaml")
     alone = load_online_job(file, [], tmp_path).online
     beside = load_online_job(file, [], tmp_path, hostile=True).online
@@ -162,11 +162,11 @@ def test_beside_a_hostile_key_shares_are_bounded_unless_the_job_says_otherwise(t
     assert (other.max_share_per_key, other.max_share_per_asker) == (0.5, SHARE)
 
 
-def test_a_run_has_shown_something_only_where_everything_holds() -> None:
+def test_an_online_run_succeeds_only_if_every_check_passes() -> None:
     agent, hostile = Agent([], random.Random(0)), Agent([], random.Random(0), honest=False)
     report = {"ok": True}
     shown = Shown(agent, hostile, 0.9, 0.0, 1.0, report, {True: 1, False: 4})
     assert (shown.learnt, shown.code, shown.influence) == (True, 0, 0.2)
     assert Shown(agent, hostile, 0.7, 0.0, 1.0, report, {True: 1, False: 4}).code == 1
     hostile.failures.append("503")
-    assert shown.code == 1, "who is hostile is served, too"
+    assert shown.code == 1, "the hostile agent must be served, too"

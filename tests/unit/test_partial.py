@@ -1,4 +1,4 @@
-"""Completions in progress as records, and which of them a worker goes on with."""
+"""Records of completions in progress, and the choice of those that a worker continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EOS = 2
 
 
 def sample(*versions: int, finish: str = "abort") -> Sample:
-    """Two tokens of each version."""
+    """Return a sample with two tokens of each version."""
     spans = [Span(version, 2 * i, 2 * i + 2, f"w{version}") for i, version in enumerate(versions)]
     num = 2 * len(versions)
     logprobs = (-np.arange(num, dtype=np.float32) / 3).tolist()
@@ -41,12 +41,12 @@ def sample(*versions: int, finish: str = "abort") -> Sample:
 
 
 @pytest.mark.parametrize("finish", ["abort", "stop", "length"])
-def test_a_record_returns_what_was_saved(finish: str) -> None:
+def test_a_record_returns_the_saved_sample(finish: str) -> None:
     saved = sample(3, 4, finish=finish)
     assert decode_partial(encode_partial(saved, RECIPE), RECIPE) == saved
 
 
-def test_the_recipe_is_that_of_prompt_and_sampling() -> None:
+def test_the_recipe_depends_on_prompt_and_sampling() -> None:
     others = [
         recipe_of([5, 7], ASKED),
         recipe_of(PROMPT, [(replace(ASKED[0][0], seed=2), SIZE)]),
@@ -87,7 +87,7 @@ def test_a_damaged_record_is_refused(change: dict[str, Any], reason: str) -> Non
         decode_partial(b"nonsense", RECIPE)
 
 
-def test_a_server_gets_the_rest_of_the_limits_and_another_seed() -> None:
+def test_a_continued_request_gets_the_remaining_limits_and_another_seed() -> None:
     sampling = Sampling(max_new_tokens=8, min_new_tokens=3, seed=1)
     request = GenRequest(request_id="a", prompt_ids=PROMPT, sampling=sampling)
     assert rest_of(request) is request
@@ -98,7 +98,7 @@ def test_a_server_gets_the_rest_of_the_limits_and_another_seed() -> None:
     assert rests[0].input_ids == [5, 6, 7, 8]
 
 
-def test_a_constrained_answer_has_no_beginning() -> None:
+def test_a_constrained_request_cannot_be_continued() -> None:
     request = GenRequest(request_id="a", prompt_ids=PROMPT, sampling=ASKED[0][0], begun=sample(3))
     check_request(request, vocab_size=100, max_length=100)
     constrained = replace(request, constraint=Constraint(asked_by="response_format", json_schema="{}"))
@@ -110,7 +110,7 @@ def test_a_constrained_answer_has_no_beginning() -> None:
 
 
 class Stream:
-    """Stands in for the stream PARTIAL."""
+    """Stand-in for the stream PARTIAL."""
 
     def __init__(self) -> None:
         self.data: dict[str, bytes] = {}
@@ -131,7 +131,7 @@ class Stream:
 
 
 class Written:
-    """Stands in for an engine: the tokens so far of its requests."""
+    """Stand-in for an engine that returns the tokens so far of its requests."""
 
     stop_ids = (EOS,)
 
@@ -148,7 +148,7 @@ class Written:
 
 
 class Bench:
-    """Groups of a worker that serves version 5 of a job with ``max_lag`` 2."""
+    """Partial groups of a worker that serves version 5 of a job with ``max_lag`` 2."""
 
     def __init__(self, **rollout: Any) -> None:
         config = parse_job(
@@ -175,7 +175,7 @@ class Bench:
         return f"w{self.version}"
 
     async def reach(self, *_: object, **__: object) -> None:
-        """Part of ``Versions``."""
+        """Do nothing; the interface ``Versions`` has this method."""
 
     def store(self, place: int, saved: Sample, recipe: str = RECIPE) -> None:
         self.stream.data[subjects.partial("job", "train:0.0", place)] = encode_partial(saved, recipe)
@@ -184,7 +184,7 @@ class Bench:
         return {int(name.rpartition(".")[2]): decode_partial(data, RECIPE) for name, data in self.stream.data.items()}
 
     async def begun(self, *, repeated: bool = True, oldest: int = 3) -> dict[int, Sample]:
-        """Completions with which the next generation of the ticket begins."""
+        """Start the next generation of the ticket; return the completions with which it begins."""
         found: dict[int, Sample] = {}
 
         async def generate(attempt: Attempt) -> Group:
@@ -247,7 +247,7 @@ async def test_tokens_of_other_weights_under_the_served_number_begin_anew(rule: 
 
 
 async def test_completions_whose_end_was_not_read_begin_anew() -> None:
-    """The engine would go on behind the stop token, or refuse the request and with it the ticket."""
+    """If continued, the engine would write past the stop token, or refuse the request and so fail the ticket."""
     bench = Bench()
     longest = Sample(token_ids=[7] * 8, logprobs=[-1.0] * 8, finish="abort", spans=[Span(5, 0, 8, "w5")])
     stopped = replace(sample(5), token_ids=[7, EOS])
@@ -257,7 +257,7 @@ async def test_completions_whose_end_was_not_read_begin_anew() -> None:
     assert await bench.begun() == {2: replace(stopped, finish="stop")}
 
 
-async def test_a_stream_that_does_not_answer_costs_tokens_alone(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unavailable_stream_costs_only_tokens(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.store(0, sample(5))
     bench.stream.error = Unavailable("no answer")
@@ -279,14 +279,14 @@ async def test_a_stream_that_does_not_answer_costs_tokens_alone(caplog: pytest.L
         {"environment": {"tools": [{"type": "calculator"}], "max_observation_tokens": 8, "calls": {"begin": "["}}},
     ],
 )
-def test_groups_that_cannot_move(change: dict[str, Any]) -> None:
+def test_groups_of_some_jobs_cannot_move(change: dict[str, Any]) -> None:
     bench = Bench()
     assert PartialGroups.is_possible(bench.config, bench.engine)  # type: ignore[arg-type]
     spec = bench.config.model_dump(mode="json", exclude_unset=True)
     assert not PartialGroups.is_possible(parse_job(spec | change), bench.engine)  # type: ignore[arg-type]
 
 
-def test_an_engine_of_the_user_that_does_not_tell_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_cannot_move_if_a_custom_engine_does_not_report_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
     class Own:
         """Implements ``Engine`` as it was before groups could move."""
 
@@ -295,7 +295,7 @@ def test_an_engine_of_the_user_that_does_not_tell_its_tokens(caplog: pytest.LogC
 
 
 class Running:
-    """A group whose completions have the requests r0, r1, r2; ``end`` ends it."""
+    """A running group whose completions have the requests r0, r1, r2; ``end`` ends one of them."""
 
     def __init__(self, bench: Bench) -> None:
         self.attempt: Attempt | None = None
@@ -392,7 +392,7 @@ async def test_a_completion_above_the_limit_of_a_message_is_left_out(caplog: pyt
     await running.task
 
 
-async def test_who_leaves_saves_what_was_cut_off_and_begins_nothing() -> None:
+async def test_a_leaving_worker_saves_cut_off_completions_and_begins_nothing() -> None:
     bench = Bench()
     running = Running(bench)
     attempt = await running.begin()
@@ -409,8 +409,8 @@ async def test_who_leaves_saves_what_was_cut_off_and_begins_nothing() -> None:
         await bench.begun()
 
 
-async def test_who_leaves_saves_everything_again() -> None:
-    """Records are removed for newer ones; a group that lost one would not go on whole."""
+async def test_a_leaving_worker_saves_everything_again() -> None:
+    """The stream removes old records for newer ones, and a group with a missing record would lose tokens."""
     bench = Bench()
     running = Running(bench)
     attempt = await running.begin()
@@ -457,7 +457,7 @@ async def test_an_older_save_does_not_replace_a_newer_one() -> None:
 
 
 async def leave(bench: Bench, save_s: float) -> Running:
-    """A group of 6 tokens whose worker leaves while the stream is full."""
+    """Start a group of 6 tokens, and let its worker leave while the stream is full; return the group."""
     running = Running(bench)
     await running.begin()
     bench.stream.error = StreamFull("stream PARTIAL is full")
@@ -468,7 +468,7 @@ async def leave(bench: Bench, save_s: float) -> Running:
     return running
 
 
-async def test_who_leaves_tries_again_to_save(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_leaving_worker_retries_a_failed_save(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     running = await leave(bench, 60.0)
     await until(lambda: "are not saved: stream PARTIAL is full" in caplog.text)
@@ -478,7 +478,7 @@ async def test_who_leaves_tries_again_to_save(caplog: pytest.LogCaptureFixture) 
     assert len(bench.stored()) == SIZE
 
 
-async def test_who_leaves_says_that_tokens_are_lost() -> None:
+async def test_a_leaving_worker_reports_lost_tokens() -> None:
     bench = Bench()
     running = await leave(bench, 0.2)
     with pytest.raises(HandedOver, match="its 6 tokens are lost"):

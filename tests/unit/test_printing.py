@@ -39,6 +39,6 @@ def test_sparkline(values: list[float | None], width: int, text: str) -> None:
 
 
 def test_equation() -> None:
-    books = {"drawn": 9, "trained": 5, "dropped": {"stale": 1, "failed": 2}, "in_flight": 1}
-    assert equation(books) == "drawn 9 = trained 5 + dropped 3 (failed 2, stale 1) + in flight 1"
+    counts = {"drawn": 9, "trained": 5, "dropped": {"stale": 1, "failed": 2}, "in_flight": 1}
+    assert equation(counts) == "drawn 9 = trained 5 + dropped 3 (failed 2, stale 1) + in flight 1"
     assert equation({}) == "drawn 0 = trained 0 + dropped 0 + in flight 0"

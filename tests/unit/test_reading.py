@@ -30,7 +30,7 @@ RENDERER = Renderer(TOKENIZER, {})
         ({"token_ids": [5] * 64}, "completion_too_long"),
     ],
 )
-async def test_tokens_that_this_model_cannot_have_made(fields: dict[str, Any], flaw: str) -> None:
+async def test_posted_tokens_are_checked_against_the_model(fields: dict[str, Any], flaw: str) -> None:
     engine: Any = SimpleNamespace(max_length=16)
     request = ReadRequest(**{"prompt_ids": [4, 5], "token_ids": [6, 7], **fields})
     reply, _ = unpack(

@@ -30,7 +30,7 @@ def config(**fields: Any) -> RedactionConfig:
     return RedactionConfig.parse(fields)
 
 
-def test_places_are_in_order_and_what_overlaps_is_one() -> None:
+def test_matches_are_in_order_and_overlapping_ones_are_merged() -> None:
     redactor = Redactor(config(patterns={"email": EMAIL, "phone": PHONE, "digits": r"\d+"}))
     text = "write to ann@x.org or call 555-1234, not 7"
     assert redactor.find(text) == [Found(9, 18, "email"), Found(27, 35, "phone"), Found(41, 42, "digits")]
@@ -56,13 +56,13 @@ def test_a_function_finds_what_patterns_do_not() -> None:
             Redactor(config(function="a:b"), wrong).find("text")  # type: ignore[arg-type]
 
 
-def test_no_text_keeps_a_pattern_busy() -> None:
-    """On this one Python's own expressions try two ways for every character."""
+def test_no_pattern_needs_exponential_time() -> None:
+    """On this text Python's own `re` would try two ways for every character."""
     redactor = Redactor(config(patterns={"x": "(a|aa)+$"}))
     assert redactor.find("a" * 10_000 + "b") == []
 
 
-def test_places_count_characters_whatever_they_are() -> None:
+def test_positions_count_unicode_characters() -> None:
     redactor = Redactor(config(patterns={"digits": r"\d+"}))
     assert redactor.find("ö😀\ud800 12 \udfff3") == [Found(4, 6, "digits"), Found(8, 9, "digits")]
 
@@ -104,7 +104,7 @@ def test_classes_hold_the_characters_of_all_languages(pattern: str, text: str, f
         ({"function": "no colon"}, "function"),
     ],
 )
-def test_what_finds_nothing_or_everything_is_refused(fields: dict[str, Any], text: str) -> None:
+def test_invalid_patterns_are_refused(fields: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         config(**fields)
 
@@ -113,7 +113,7 @@ def test_what_finds_nothing_or_everything_is_refused(fields: dict[str, Any], tex
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each byte, as byte-level tokenizers have for what is rare."""
+    """Return a tokenizer with one token for each byte, as byte-level tokenizers have for rare characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({"<pad>": 0, **{token: i for i, token in enumerate(alphabet, 1)}}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -140,7 +140,7 @@ def record(prompt: str, completion: str, **changes: Any) -> Interaction:
     return Interaction(**fields | changes)
 
 
-def test_the_tokens_that_spell_it_are_blanked_and_the_others_stay() -> None:
+def test_tokens_of_a_secret_are_blanked_and_the_others_stay() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL, "phone": PHONE}), TOKENIZER, spell)
     plain = record("hello", "good day")
     assert redactor.redact(plain) == plain, "where nothing is found, nothing changes"
@@ -164,7 +164,7 @@ def test_characters_of_several_tokens_are_blanked_whole() -> None:
     assert spell(found.token_ids) == "ab " + "<pad>" * 8 + " cd"
 
 
-def test_what_begins_in_the_prompt_and_ends_in_the_completion_is_blanked_in_both() -> None:
+def test_a_secret_across_prompt_and_completion_is_blanked_in_both() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL, "phone": PHONE}), TOKENIZER, spell)
     found = redactor.redact(record("a@b.c write to ann", "@x.org or 555-1234"))
     assert spell(found.prompt_ids) == "<pad>" * 5 + " write to <pad><pad><pad>"
@@ -177,34 +177,34 @@ def test_what_begins_in_the_prompt_and_ends_in_the_completion_is_blanked_in_both
     ]  # fmt: skip
     assert found.untrainable == UNTRAINABLE
     shown_otherwise = redactor.redact(record("write to ann", "@x.org", text=" @x.org"))
-    assert shown_otherwise.text == "[email]", "what was shown is not how the tokens spell it"
+    assert shown_otherwise.text == "[email]", "the shown text may differ from the text of the tokens"
 
 
-def test_a_prompt_alone_makes_it_untrainable_and_tags_do_not() -> None:
+def test_a_secret_in_the_prompt_makes_a_record_untrainable_and_one_in_tags_not() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
     assert redactor.redact(record("a@b.c", "yes", untrainable="sampling_not_replayable")).untrainable == UNTRAINABLE
     assert redactor.redact(record("to a@b.c!", "yes")).prompt == "to [email]!"
     assert redactor.redact(replace(record("to anne", "yes"), prompt="to a@b.c")).prompt == "to [email]", (
-        "tokens may say less"
+        "the text of the prompt may hold more than its tokens"
     )
     assert redactor.redact(record("to anne", "yes")).prompt == "to anne"
     tagged = redactor.redact(record("hello", "yes", tags={"who": "a@b.c", "task": "t"}))
     assert (tagged.tags, tagged.untrainable) == ({"who": "[email]", "task": "t"}, "")
     redactor = RecordRedactor(config(patterns={"phone": PHONE}), TOKENIZER, spell)
     tagged = redactor.redact(record("hello", "yes", tags={"user_id": "555-1234", "who": "555-1234"}))
-    assert tagged.tags == {"user_id": "555-1234", "who": "[phone]"}, "a pseudonym names its user for good"
+    assert tagged.tags == {"user_id": "555-1234", "who": "[phone]"}, "the pseudonym of a user is never redacted"
 
 
 def test_names_of_tags_are_blanked_and_identifying_ones_refused() -> None:
     redactor = RecordRedactor(config(patterns={"email": EMAIL}), TOKENIZER, spell)
     assert redactor.redact(record("hello", "yes", tags={"a@b.c": "x"})).tags == {"[email]": "x"}
     job = LiveJob("j", "live", False, OnlineConfig(), Redactor(config(patterns={"email": EMAIL})))
-    said = {"kind": "interaction", "model": "live", "completion": {"content": "yes"}}
+    body = {"kind": "interaction", "model": "live", "completion": {"content": "yes"}}
     for more, place in (({"group_id": "of ann@x.org"}, "/group_id"), ({"tags": {"a@b.c": "x"}}, "/tags/0")):
         with pytest.raises(HttpProblem, match="send another name") as refused:
-            item_of(POST.validate_python(said | more), job, Identity("f", "k", chosen=False), str)
+            item_of(POST.validate_python(body | more), job, Identity("f", "k", chosen=False), str)
         assert (refused.value.status, refused.value.errors[0].pointer) == (422, place)
-    kept = item_of(POST.validate_python(said | {"group_id": "7"}), job, Identity("f", "k", chosen=False), str)
+    kept = item_of(POST.validate_python(body | {"group_id": "7"}), job, Identity("f", "k", chosen=False), str)
     assert kept.body["group_id"] == "7"
 
 
@@ -216,7 +216,7 @@ def test_arguments_of_tool_calls_are_blanked() -> None:
     assert found.untrainable == UNTRAINABLE
 
 
-def test_where_no_token_can_stand_for_others_the_job_cannot_be_served() -> None:
+def test_a_job_without_a_usable_padding_token_or_function_is_refused() -> None:
     with pytest.raises(ConfigError, match="padding token"):
         RecordRedactor(config(patterns={"all": r"[\s\S]"}), TOKENIZER, spell)
     for path, text in (
@@ -228,7 +228,7 @@ def test_where_no_token_can_stand_for_others_the_job_cannot_be_served() -> None:
             RecordRedactor(config(function=path), TOKENIZER, spell)
 
 
-def test_a_function_that_fails_lets_nothing_be_stored() -> None:
+def test_a_failing_function_stores_nothing() -> None:
     calls = iter([[], ValueError("broken")])
 
     def once(text: str) -> Any:

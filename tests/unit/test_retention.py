@@ -1,4 +1,4 @@
-"""Which finished job gives up its groups, and which job is refused for lack of room."""
+"""The finished job whose groups are deleted first, and jobs that are refused for lack of room."""
 
 from __future__ import annotations
 

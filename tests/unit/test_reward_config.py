@@ -1,4 +1,4 @@
-"""Rewards that a job file may ask for, and what is refused before anything runs."""
+"""Rewards in job files: valid sections, and mistakes that are refused before a job runs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_forms_of_tests(value: Any, expected: list[Any]) -> None:
         *([{"call": 1, "returns": 1}], [{"call": "f", "args": 1, "returns": 1}]),
     ],
 )
-def test_what_is_no_test_is_refused(value: Any) -> None:
+def test_an_invalid_test_is_refused(value: Any) -> None:
     with pytest.raises(DataError, match=r"t\.jsonl, line 3: field 'tests'"):
         parse_tests({"tests": value}, "tests", "t.jsonl, line 3")
 

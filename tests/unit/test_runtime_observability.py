@@ -19,9 +19,9 @@ from penstock.shared.runtime.logs import JsonFormatter, bound, setup_logging
 
 
 def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
-    made = logging.LogRecord("penstock.x", logging.WARNING, __file__, 1, message, args, None)
-    vars(made).update(extra)
-    return made
+    entry = logging.LogRecord("penstock.x", logging.WARNING, __file__, 1, message, args, None)
+    vars(entry).update(extra)
+    return entry
 
 
 def test_a_log_line_is_json_with_its_context() -> None:
@@ -36,7 +36,7 @@ def test_a_log_line_is_json_with_its_context() -> None:
 
 @pytest.fixture
 def own_root() -> Iterator[None]:
-    """The root logger's handlers come back after the test."""
+    """Restore the handlers and the level of the root logger after the test."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -67,12 +67,12 @@ def test_lines_also_go_to_a_file_where_asked_for(tmp_path: Path, capsys: pytest.
 
 
 def test_an_error_is_one_line() -> None:
-    made = record("broke\nhere")
+    entry = record("broke\nhere")
     try:
         raise ValueError("why")
     except ValueError:
-        made.exc_info = sys.exc_info()
-    text = JsonFormatter().format(made)
+        entry.exc_info = sys.exc_info()
+    text = JsonFormatter().format(entry)
     assert "\n" not in text
     assert "ValueError: why" in json.loads(text)["error"]
 

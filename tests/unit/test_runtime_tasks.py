@@ -1,4 +1,4 @@
-"""Deadline, end_taskss, retries, background tasks."""
+"""Deadlines, retries, background tasks, and the end of tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_a_wait_that_runs_out_names_what_it_waited_for() -> None:
     assert await wait_for(asyncio.sleep(0, "value"), 1, "nothing") == "value"
 
 
-async def test_a_timeout_from_inside_is_not_taken_for_ours() -> None:
+async def test_an_inner_timeout_is_not_reported_as_the_deadline() -> None:
     async def inner() -> None:
         raise TimeoutError("their own")
 
@@ -47,8 +47,8 @@ def test_a_deadline_counts_down() -> None:
         deadline.check("answer")
 
 
-async def test_what_ends_work_is_returned_also_from_the_end_of_a_group() -> None:
-    """Until Python 3.13 such a group leaves its task marked as cancelled."""
+async def test_unexpected_returns_the_error_also_of_a_failed_task_group() -> None:
+    """Before Python 3.13 a failed task group leaves its task marked as cancelled."""
 
     async def fail() -> None:
         await asyncio.sleep(0.01)
@@ -169,7 +169,7 @@ async def test_cancelling_the_block_cancels_its_tasks() -> None:
     assert inner[0].cancelled()
 
 
-async def test_what_runs_together_ends_together() -> None:
+async def test_tasks_that_run_together_end_together() -> None:
     ended: list[int] = []
 
     async def work(number: int) -> int:
@@ -187,9 +187,9 @@ async def test_what_runs_together_ends_together() -> None:
     assert sorted(ended) == [-2, -1, 1, 2, 3]
 
 
-async def test_ending_a_task_whose_own_timeout_is_over_at_the_same_time() -> None:
-    """The task counts as cancelled then, by its timeout, after which it would go on."""
-    over = asyncio.Event()
+async def test_a_task_whose_own_timeout_expires_at_the_same_time_is_ended() -> None:
+    """The timeout takes the cancellation for its own, and the task would go on after the timeout."""
+    expired = asyncio.Event()
 
     async def work() -> None:
         with contextlib.suppress(TimeoutError):
@@ -197,19 +197,19 @@ async def test_ending_a_task_whose_own_timeout_is_over_at_the_same_time() -> Non
                 try:
                     await asyncio.Event().wait()
                 finally:
-                    over.set()
+                    expired.set()
                     await asyncio.sleep(0.05)
         await asyncio.Event().wait()
 
     task = asyncio.create_task(work())
     async with asyncio.timeout(5):
-        await over.wait()
+        await expired.wait()
         await end_tasks([task])
     assert task.cancelled()
 
 
 async def test_a_cancellation_that_was_lost_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of tasks that fails drops the one that comes meanwhile (until Python 3.13)."""
+    """Before Python 3.13 a failing task group drops a cancellation that arrives meanwhile."""
     monkeypatch.setattr(tasks, "AGAIN_S", 0.1)
     undoing = asyncio.Event()
 

@@ -27,7 +27,7 @@ LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Tensors this small are slower with several threads, on a busy machine by far."""
+    """Let torch use one thread: several threads compute such small tensors more slowly."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -139,7 +139,7 @@ KINDS: dict[str, dict[str, object]] = {"rl": {}, "online_rl": {"kind": "online_r
 
 
 def gap(sampling: Sampling, *, num_rows: int = 4000, steps: int = 2) -> float:
-    """Largest difference at any step between the share of a token among the rows and what its log-prob claims."""
+    """Return the largest difference, at any step, between a token's share of the rows and what its log-prob claims."""
     stop_ids = () if sampling.ignore_eos else (EOS,)
     stop_ids = (*stop_ids, *sampling.stop_token_ids)
     rows, worst = Rows(num_rows, torch.device("cpu")), 0.0
@@ -172,7 +172,7 @@ ASKED = [
 
 @pytest.mark.parametrize(("asked", "honest"), ASKED, ids=str)
 def test_a_live_answer_is_trained_if_its_logprobs_are_its_frequencies(asked: dict[str, object], honest: bool) -> None:
-    """4,000 draws per step: a share is known to 0.8 % (one sigma), so 4 % is five of them."""
+    """With 4,000 draws per step a share has a standard deviation of 0.8 %, so the bound of 4 % is five of them."""
     config = SamplingConfig(max_new_tokens=4, temperature=float(asked.get("temperature", 1.0)))  # type: ignore[arg-type]
     sampling = sampling_for(config, ClientSampling(seed=1, **asked), num_prompt=1, max_length=9)  # type: ignore[arg-type]
     assert replayable(sampling, config) is honest
@@ -195,7 +195,7 @@ def test_a_live_answer_is_trained_if_its_logprobs_are_its_frequencies(asked: dic
     ],
     ids=str,
 )
-def test_what_training_cannot_record_is_refused(kind: str, asked: dict[str, object], key: str) -> None:
+def test_sampling_that_training_cannot_record_is_refused(kind: str, asked: dict[str, object], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         parse_job({**JOB, **KINDS[kind], "sampling": asked})
 
@@ -203,7 +203,7 @@ def test_what_training_cannot_record_is_refused(kind: str, asked: dict[str, obje
 @pytest.mark.parametrize(
     "asked", [{"stop": ["x"]}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"temperature": 0.7}]
 )
-def test_what_a_job_may_sample_with_is_what_it_records(asked: dict[str, object]) -> None:
+def test_allowed_sampling_is_recorded_exactly(asked: dict[str, object]) -> None:
     config = JobConfig.parse(
         {**JOB, "sampling": asked, "evaluation": {"sampling": {"min_new_tokens": 2, "top_p": 0.9}}}
     )

@@ -34,7 +34,7 @@ def test_requests_fit_and_keep_the_order(size: int) -> None:
     assert (len(requests) == 1) == (size < 2000)
 
 
-def test_what_an_environment_said_goes_with_its_completion() -> None:
+def test_the_judgement_of_an_environment_goes_with_its_completion() -> None:
     texts = [f"{i}" + "a" * (TEXT_BYTES // 2) for i in range(5)]
     whole = group(*texts)
     whole.meta["row"][JUDGEMENTS] = [float(i) for i in range(5)]

@@ -1,4 +1,4 @@
-"""Which variables the processes of a service see."""
+"""Environment variables that the processes of a service get."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def test_a_deployment_names_what_else_its_workers_see() -> None:
 
 
 def test_a_service_with_another_interpreter_imports_the_code_that_runs_here(tmp_path: Path) -> None:
-    """Its environment has the libraries and not Penstock: a bare one stands for it."""
+    """The virtual environment of the interpreter need not contain Penstock: here it is empty."""
     venv.create(tmp_path / "other", with_pip=False)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "said.py").write_text(
-        "import penstock, sys\nprint(sys.prefix, penstock.__file__, sys.argv[0].endswith('said.py'))\n"
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "probe.py").write_text(
+        "import penstock, sys\nprint(sys.prefix, penstock.__file__, sys.argv[0].endswith('probe.py'))\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path / "mine"), "PATH": "/usr/bin"}
+    environment = {"PYTHONPATH": str(tmp_path / "modules"), "PATH": "/usr/bin"}
     for _ in range(2):  # a second start finds the link of the first
         launch = interpreter_of(tmp_path / "other" / "bin" / "python", tmp_path / "code")
         with (tmp_path / "log").open("wb") as log:
-            assert launch("said", environment, log).wait(60) == 0, (tmp_path / "log").read_text()
+            assert launch("probe", environment, log).wait(60) == 0, (tmp_path / "log").read_text()
         prefix, file, _ = (tmp_path / "log").read_text().split()
         assert Path(prefix).resolve() == (tmp_path / "other").resolve()
         assert Path(file).resolve() == Path(penstock.__file__).resolve()

@@ -1,4 +1,4 @@
-"""A completion that goes on at another worker reads as if nothing had happened: characters, stop strings, calls."""
+"""A completion that another worker continues reads like one of a single worker: characters, stop strings, calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ID = "0192f0c1-0000-7000-8000-000000000001"
 
 
 def decode(token_ids: list[int]) -> str:
-    """Each token is one byte."""
+    """Decode tokens, each of which is one byte."""
     return bytes(token_ids).decode("utf-8", "replace")
 
 
@@ -56,12 +56,12 @@ def answer_of(request: InferenceRequest) -> Answer:
     return answer
 
 
-def told(chunks: list[Chunk]) -> tuple[str, list[ToolCall]]:
+def content_of(chunks: list[Chunk]) -> tuple[str, list[ToolCall]]:
     return "".join(chunk.text for chunk in chunks), [call for chunk in chunks for call in chunk.calls]
 
 
 def written(choice: Choice, tokens: bytes) -> list[Chunk]:
-    """Chunks of tokens that an engine tells one by one, as long as somebody wants them."""
+    """Return the chunks of tokens that an engine reports one by one, until the choice has ended."""
     chunks = []
     for token in tokens:
         if not choice.ended:
@@ -77,20 +77,20 @@ def test_text_and_calls_are_those_of_one_worker(before: str, after: str, data: s
     whole = choice_of(request_of())
     chunks = written(whole, tokens)
     finish = whole.finished("stop")
-    expected = told([*chunks, whole.last(finish, recorded=True)])
+    expected = content_of([*chunks, whole.last(finish, recorded=True)])
     cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=3))) if data else [2]
     request, answer = request_of(), answer_of(request_of())
-    heard: list[Chunk] = []
+    received: list[Chunk] = []
     choice, begin = choice_of(request), 0
     for cut in [*cuts, len(tokens)]:
-        heard += written(choice, tokens[begin:cut])
-        assert all(answer.feed(chunk) for chunk in heard[-(cut - begin) :])
+        received += written(choice, tokens[begin:cut])
+        assert all(answer.feed(chunk) for chunk in received[-(cut - begin) :])
         if cut < len(tokens):
             choice, begin = choice_of(request), cut
             choice.resume(answer.progress()[0])
     end = choice.finished("stop")
-    heard.append(choice.last(end, recorded=True))
-    assert told(heard) == expected
+    received.append(choice.last(end, recorded=True))
+    assert content_of(received) == expected
     assert end == finish == "tool_calls"
     record = choice.interaction(job="j", finish=finish, untrainable="", template="")
     assert (record.text, record.calls) == (whole.text, whole.calls) == expected
@@ -100,18 +100,18 @@ def test_text_and_calls_are_those_of_one_worker(before: str, after: str, data: s
 
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_a_stop_string_may_lie_across_the_two_parts(cut: int) -> None:
-    """The second engine has seen only a part of it and would go on."""
+    """The second engine sees only the rest of the stop string, and would not stop by itself."""
     tokens = b"say: STOP and more"
     request, answer = request_of(), answer_of(request_of())
     first, second = (choice_of(request, ("STOP",)) for _ in range(2))
-    heard = written(first, tokens[:cut])
-    assert all(answer.feed(chunk) for chunk in heard)
+    received = written(first, tokens[:cut])
+    assert all(answer.feed(chunk) for chunk in received)
     assert not first.ended
     second.resume(answer.progress()[0])
-    heard += written(second, tokens[cut:])
+    received += written(second, tokens[cut:])
     assert second.ended
-    heard.append(second.last(second.finished("stop"), recorded=True))
-    assert told(heard) == ("say: ", [])
+    received.append(second.last(second.finished("stop"), recorded=True))
+    assert content_of(received) == ("say: ", [])
     assert bytes(second.token_ids) == b"say: STOP", "nothing after it is recorded"
 
 
@@ -127,7 +127,7 @@ def test_the_minimum_length_counts_over_both_parts() -> None:
     assert bytes(second.token_ids) == b"abbb"
 
 
-def test_calls_of_a_record_whose_last_chunk_was_lost_are_told() -> None:
+def test_calls_are_taken_from_the_record_if_the_last_chunk_is_lost() -> None:
     request, answer = request_of(), answer_of(request_of())
     choice = choice_of(request)
     chunks = written(choice, f"{CALL}\n{CALL}".encode())
@@ -135,14 +135,14 @@ def test_calls_of_a_record_whose_last_chunk_was_lost_are_told() -> None:
         assert answer.feed(chunk)
     finish = choice.finished("stop")
     answer.finish_from(0, choice.interaction(job="j", finish=finish, untrainable="", template=""))
-    heard = answer._chunks
+    received = answer._chunks
     assert answer.done
-    assert told(heard) == (choice.text, choice.calls)
-    assert len({call.id for call in told(heard)[1]}) == 2
-    assert heard[-1].finish == "tool_calls"
+    assert content_of(received) == (choice.text, choice.calls)
+    assert len({call.id for call in content_of(received)[1]}) == 2
+    assert received[-1].finish == "tool_calls"
 
 
-def test_a_gateway_is_gone_after_several_looks_without_a_sign() -> None:
+def test_a_gateway_counts_as_gone_after_several_checks_without_a_sign() -> None:
     presence = Presence()
     for _ in range(MAX_SILENT):
         assert presence.look(["a", "b"]) == set()
@@ -150,7 +150,7 @@ def test_a_gateway_is_gone_after_several_looks_without_a_sign() -> None:
     presence.seen("nobody")
     assert presence.look(["a", "b"]) == {"b"}
     assert presence.look([]) == set()
-    assert presence.look(["b"]) == set(), "its next request begins anew"
+    assert presence.look(["b"]) == set(), "the next request of the gateway starts the count again"
 
 
 def test_the_ids_of_calls_are_the_same_at_every_worker_and_differ_between_choices() -> None:

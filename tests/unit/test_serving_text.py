@@ -14,7 +14,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 
 
 def decode_bytes(token_ids: list[int]) -> str:
-    """Each token is one byte: characters of several bytes are complete only with their last token."""
+    """Decode tokens, each of which is one byte: a character of several bytes is complete only with its last token."""
     return bytes(token_ids).decode("utf-8", "replace")
 
 
@@ -41,7 +41,7 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
 
 
 @pytest.mark.parametrize(("text", "held"), [("", 0), ("abc", 0), ("ab<", 1), ("ab<tool", 5), ("<tool_call", 10)])
-def test_what_may_become_a_marker_is_held_back(text: str, held: int) -> None:
+def test_the_beginning_of_a_possible_marker_is_held_back(text: str, held: int) -> None:
     assert held_back(text, ["<tool_call>"]) == held
 
 
@@ -59,12 +59,12 @@ def test_what_may_become_a_marker_is_held_back(text: str, held: int) -> None:
 )
 def test_tool_calls_are_taken_out_of_the_text(text: str, content: str | None, names: list[str], valid: bool) -> None:
     for size in (1, 7, len(text)):
-        parser, told, calls = ToolCalls(), "", []
+        parser, output, calls = ToolCalls(), "", []
         for start in range(0, len(text), size):
             more, found = parser.push(text[start : start + size])
-            told, calls = told + more, calls + found
-        told += parser.close()
-        assert (told, [call.name for call in calls], parser.valid) == (
+            output, calls = output + more, calls + found
+        output += parser.close()
+        assert (output, [call.name for call in calls], parser.valid) == (
             text if content is None else content,
             names,
             valid,
@@ -73,24 +73,24 @@ def test_tool_calls_are_taken_out_of_the_text(text: str, content: str | None, na
 
 
 def test_calls_that_never_end_are_text_and_little_is_held_back() -> None:
-    parser, told = ToolCalls(), 0
+    parser, output = ToolCalls(), 0
     for _ in range(20):
         content, calls = parser.push("<tool_call>" * 1000)
         assert not calls
-        told += len(content)
-        assert parser.valid is (None if not told else False)
-    assert told >= 20 * 11_000 - MAX_BLOCK - 100
-    assert len(parser.close()) == 20 * 11_000 - told
+        output += len(content)
+        assert parser.valid is (None if not output else False)
+    assert output >= 20 * 11_000 - MAX_BLOCK - 100
+    assert len(parser.close()) == 20 * 11_000 - output
 
 
 def test_a_call_after_one_that_is_too_long_is_a_call() -> None:
     text = "<tool_call>" + "x" * (MAX_BLOCK + 1) + "</tool_call>" + CALL
     for size in (4096, len(text)):
-        parser, told, names = ToolCalls(), "", []
+        parser, output, names = ToolCalls(), "", []
         for start in range(0, len(text), size):
             more, found = parser.push(text[start : start + size])
-            told, names = told + more, names + [call.name for call in found]
-        assert (told + parser.close(), names, parser.valid) == (text.removesuffix(CALL), ["f"], False)
+            output, names = output + more, names + [call.name for call in found]
+        assert (output + parser.close(), names, parser.valid) == (text.removesuffix(CALL), ["f"], False)
 
 
 def test_nesting_beyond_what_can_be_parsed_is_text() -> None:

@@ -32,12 +32,12 @@ def event(num: int, rows: list[Any], reason: Any = None, **meta: Any) -> dict[st
     return {"text": "", "output_ids": [row[1] for row in rows], "meta_info": meta}
 
 
-def test_no_rid_begins_another() -> None:
+def test_no_request_id_is_a_prefix_of_another() -> None:
     names = [name_of("a", completion(request, index)) for request in (1, 10, 11) for index in (0, 1, 10)]
     assert not any(b.startswith(a) for a, b in permutations(names, 2))
 
 
-def test_what_ends_a_completion_stands_in_the_request() -> None:
+def test_the_request_holds_the_conditions_that_end_a_completion() -> None:
     body = generate_body("r.", completion(temperature=0.0, top_k=0, logit_bias=((4, 1.5),), stop_strings=("x",)))
     assert body["sampling_params"] == {
         "max_new_tokens": 9, "min_new_tokens": 0, "temperature": 0.0, "top_p": 1.0, "top_k": -1,
@@ -55,11 +55,11 @@ def test_what_ends_a_completion_stands_in_the_request() -> None:
     ],
     ids=["only what is new", "all again", "at once"],
 )
-def test_each_token_is_booked_once(events: list[dict[str, Any]]) -> None:
+def test_each_token_is_counted_once(events: list[dict[str, Any]]) -> None:
     found = stream(streamed=True)
-    told = [found.take(one, "3:ab") for one in events]
-    assert [token.token_id for tokens, _ in told for token in tokens] == [11, 12, 13], "a stop token is not told"
-    assert told[-1][1] == "stop"
+    results = [found.take(one, "3:ab") for one in events]
+    assert [token.token_id for tokens, _ in results for token in tokens] == [11, 12, 13], "a stop token is not reported"
+    assert results[-1][1] == "stop"
     assert found.token_ids == [11, 12, 13, 14]
     assert found.logprobs == [-0.1, -0.2, -0.3, -0.4]
     assert found.completion.starts == [(3, "ab", 0)]
@@ -74,26 +74,26 @@ def test_the_end_of_a_waiting_completion_repeats_tokens(rows: list[Any]) -> None
     assert (finish, found.token_ids) == ("abort", [11, 12])
 
 
-def test_a_stop_string_ends_a_completion_here() -> None:
+def test_the_client_ends_a_completion_at_a_stop_string() -> None:
     found = stream(stop_strings=("bc",))
-    told, finish = found.take(event(4, ROWS), "0:")
+    reported, finish = found.take(event(4, ROWS), "0:")
     assert (finish, found.token_ids) == ("stop", [11, 12, 13])
-    assert [token.token_id for token in told] == [11, 12]
+    assert [token.token_id for token in reported] == [11, 12]
 
 
-def test_the_server_says_which_weights_made_which_token() -> None:
+def test_spans_of_the_server_give_the_weights_of_each_token() -> None:
     found = stream()
     found.take(event(4, ROWS, STOP), "1:b")
     spans = [{"version": "0:a", "start": 0, "end": 3}, {"version": "1:b", "start": 3, "end": 4}]
     found.settle(spans)
     assert found.completion.starts == [(0, "a", 0), (1, "b", 3)]
     found.settle([*spans, {"version": "2:c", "start": 4, "end": 9}])
-    assert found.completion.starts == [(0, "a", 0), (1, "b", 3)], "tokens after a stop string are not ours"
+    assert found.completion.starts == [(0, "a", 0), (1, "b", 3)], "tokens after a stop string do not count"
     with pytest.raises(WeightsError, match="somebody else"):
         found.settle([{"version": "default", "start": 0, "end": 4}])
 
 
-def test_a_token_that_was_told_with_another_label_fails_its_completion() -> None:
+def test_a_token_streamed_with_another_label_fails_its_completion() -> None:
     found = stream(streamed=True)
     found.take(event(4, ROWS, STOP), "1:b")
     found.settle([{"version": "1:b", "start": 0, "end": 4}])
@@ -122,12 +122,12 @@ def test_a_server_without_spans_may_serve_one_version_alone() -> None:
         (event(3, ROWS[:1]), Unavailable),
     ],
 )
-def test_a_failure_is_that_of_the_request_or_of_the_server(part: dict[str, Any], kind: type[Exception]) -> None:
+def test_errors_are_attributed_to_the_request_or_to_the_server(part: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind):
         stream().take(part, "0:")
 
 
-def test_scores_are_of_the_text_that_was_asked_for() -> None:
+def test_scores_must_belong_to_the_requested_text() -> None:
     meta = {
         "input_token_logprobs": [[None, 5, None], [-1.0, 6, None], [-2.0, 7, None]],
         "input_top_logprobs": [None, [[-0.5, 9, None]], [[-0.6, 8, None]]],

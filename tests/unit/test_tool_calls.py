@@ -32,7 +32,7 @@ def test_plain_calls(text: str, expressions: list[str]) -> None:
     assert find_calls(text, PLAIN, TOOLS[:1]) == [Call("calculator", {"expression": e}) for e in expressions]
 
 
-def test_json_calls_and_what_is_wrong_with_them() -> None:
+def test_json_calls_and_their_mistakes() -> None:
     bodies = [
         '{"name": "python", "arguments": {"code": "1"}}',
         '{"name": "x"}',
@@ -56,13 +56,13 @@ def test_json_calls_and_what_is_wrong_with_them() -> None:
         r'{"name": "\ud800", "arguments": {}}',
     ],
 )
-def test_what_no_message_can_carry_is_a_mistake_like_any_other(call: str) -> None:
+def test_a_call_that_no_message_can_carry_is_reported_as_a_mistake(call: str) -> None:
     [found] = find_calls(f"<tool_call>{call}</tool_call>", JSON, TOOLS)
     assert found.problem.startswith("the call cannot be sent")
     assert not found.arguments
 
 
-def test_deeply_nested_json_is_a_mistake_like_any_other() -> None:
+def test_deeply_nested_json_is_reported_as_a_mistake() -> None:
     [call] = find_calls("<tool_call>" + "[" * 100_000 + "</tool_call>", JSON, TOOLS)
     assert call.problem
 
@@ -73,7 +73,7 @@ def test_results_are_written_in_order_between_their_frames(tokenizer: Any) -> No
     assert tokenizer.decode(writer.write(["24", "7"])) == "(24;7;)"
     assert tokenizer.decode(writer.write(["1" * 99, "2" * 99])) == f"({'1' * 8};{'2' * 8};)"
     assert len(writer.write(["1" * 99])) == 20
-    assert len(writer.write(["1"] * 10)) == 20, "it says that they do not fit, cut like any result"
+    assert len(writer.write(["1"] * 10)) == 20, "the note that the results do not fit is cut like any result"
     writer.check(9)
     with pytest.raises(ConfigError, match="leaves no room for 10 results"):
         writer.check(10)

@@ -1,4 +1,4 @@
-"""Trace ids: read from the W3C's header, made where there is none, carried by tasks, envelopes and log lines."""
+"""Trace ids: read from the W3C's header, created where there is none, and carried by tasks, envelopes and log lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
         ("", ""),
     ],
 )
-def test_what_a_header_may_say(header: str, trace: str) -> None:
+def test_only_a_valid_header_gives_a_trace_id(header: str, trace: str) -> None:
     assert trace_of(header) == trace
 
 
@@ -40,7 +40,7 @@ def test_a_new_trace_is_one_that_a_header_may_carry() -> None:
     assert trace_of(f"00-{first}-{PARENT}-01") == first
 
 
-async def test_what_is_sent_and_logged_inside_carries_it_and_nothing_else_does() -> None:
+async def test_only_messages_and_log_lines_inside_a_trace_carry_its_id() -> None:
     async def send() -> str:
         return unpack(pack(Ack(ok=True)), Ack)[1].trace
 
@@ -48,7 +48,7 @@ async def test_what_is_sent_and_logged_inside_carries_it_and_nothing_else_does()
         task = asyncio.create_task(send())
         line = json.loads(JsonFormatter().format(logging.makeLogRecord({"msg": "x"})))
         assert unpack(pack(Ack(ok=True), trace="another"), Ack)[1].trace == "another", (
-            "an answer has that of its request"
+            "a reply carries the trace of its request"
         )
     assert line["trace"] == await task == TRACE
     assert (current_trace(), await send()) == ("", "")

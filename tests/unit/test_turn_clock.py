@@ -1,4 +1,4 @@
-"""The time of a turn."""
+"""The clock of a turn, which a conversation can stop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from penstock.services.rollout.conversations.turn_clock import TurnClock
 
 
-async def test_time_in_which_it_is_stopped_does_not_count() -> None:
+async def test_stopped_time_does_not_count() -> None:
     async with TurnClock(0.3) as clock:
 
         async def wait(seconds: float) -> None:
@@ -21,7 +21,7 @@ async def test_time_in_which_it_is_stopped_does_not_count() -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_the_rest_counts_from_where_it_was_stopped() -> None:
+async def test_the_remaining_time_counts_after_a_stop() -> None:
     with pytest.raises(TimeoutError):
         async with TurnClock(0.2) as clock:
             with clock.stopped():
@@ -29,7 +29,7 @@ async def test_the_rest_counts_from_where_it_was_stopped() -> None:
             await asyncio.sleep(60)
 
 
-async def test_stopping_it_when_it_is_over_changes_nothing() -> None:
+async def test_stopping_an_expired_clock_changes_nothing() -> None:
     with pytest.raises(TimeoutError):
         async with TurnClock(0.05) as clock:
             try:

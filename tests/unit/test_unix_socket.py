@@ -39,7 +39,7 @@ async def test_messages_of_all_sizes_arrive_whole() -> None:
 
 
 async def test_each_request_gets_its_own_reply() -> None:
-    """Also if replies are sent in another order, and if a requester gave up."""
+    """This holds if the server replies in another order, and if a requester has given up."""
     gates = {number: asyncio.Event() for number in range(4)}
 
     async def in_another_order(data: bytes) -> bytes:
@@ -98,7 +98,7 @@ async def test_processes_of_other_users_are_refused(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(unix_socket.os, "getuid", lambda: user + 1)
         with pytest.raises(Unavailable, match="another user"):
             await UnixClient.open(server.address)
-        reader, writer = await asyncio.open_unix_connection(f"\0{server.address}")  # it does not check, and is cut off
+        reader, writer = await asyncio.open_unix_connection(f"\0{server.address}")  # checks nothing, and is cut off
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()

@@ -1,4 +1,4 @@
-"""Code that lies beside a job file: named by its content, uploaded, and imported under a private name."""
+"""Code, data and models beside a job file are uploaded; services import the code under a name of its content."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ train: {batch_size: 16, max_updates: 5}
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A job file with code beside it."""
+    """Write a job file with code beside it; return the path of the job file."""
     folder = tmp_path / "jobs"
     folder.mkdir()
     (folder / "reward.py").write_text(SOURCE)
@@ -74,7 +74,7 @@ def test_a_job_file_names_its_code_by_content_and_its_data_from_its_folder(file:
     ("section", "key"),
     [("model", "tokenizer"), ("algorithm", "teacher"), ("warm_start", "demonstrations"), ("model", "path")],
 )
-def test_paths_are_seen_from_the_job_file(file: Path, section: str, key: str) -> None:
+def test_paths_are_relative_to_the_job_file(file: Path, section: str, key: str) -> None:
     text = read_job(file, [f"{section}={{{key}: ../there}}"])
     assert text.data[section][key] == str(file.parents[1] / "there")
 
@@ -129,7 +129,7 @@ def test_small_parquet_is_uploaded_as_json_lines_if_json_has_its_types(
 
 
 def answer(store: FileStore) -> Callable[[Any], Any]:
-    """The replies of a deployment that keeps uploads in ``store``."""
+    """Return a function that replies like a deployment that stores uploads in ``store``."""
 
     def send(call: Any) -> Any:
         if call.path == "/v1/files/code":
@@ -150,7 +150,7 @@ MODEL = {"config.json": b"{}", "model.safetensors": bytes(range(256)), "tokenize
 
 @pytest.fixture
 def model(file: Path) -> Path:
-    """A model beside the job file."""
+    """Write a model beside the job file; return its folder."""
     folder = file.parent / "base"
     folder.mkdir()
     for name, content in MODEL.items():
@@ -173,14 +173,14 @@ def test_a_small_model_beside_a_job_file_is_uploaded_once(file: Path, model: Pat
     (model / "config.json").write_bytes(b'{"a": 2}')
     changed = complete(upload_beside(read_job(file, change)), answer(store)).data["model"]["path"]
     assert changed != id
-    assert (kept / "config.json").read_bytes() == b"{}", "other jobs keep theirs"
+    assert (kept / "config.json").read_bytes() == b"{}", "other jobs keep the old model"
     store.delete(changed)
     with pytest.raises(NotFound):
         store.model(changed)
 
 
 def test_the_id_of_a_model_replaces_only_the_path_of_the_model(file: Path, model: Path) -> None:
-    """Other keys name models that the services read where they lie."""
+    """Paths under other keys stay as they are: services read those models from the paths."""
     text = read_job(file, ["model={path: ./base}", f"algorithm={{type: distillation, teacher: '{model}'}}"])
     changed = text.with_uploads({str(model): "file-1"}).data
     assert (changed["model"]["path"], changed["algorithm"]["teacher"]) == ("file-1", str(model))
@@ -260,19 +260,19 @@ def test_other_data_must_lie_where_the_services_see_it(file: Path, monkeypatch: 
     [("./nowhere.py:score", "cannot read .*nowhere.py: No such file"), ("./long.py:score", "more than 262144"),
      ("./a-b.py:score", "must be that of a module")],
 )  # fmt: skip
-def test_code_that_cannot_be_sent(file: Path, path: str, flaw: str) -> None:
+def test_code_that_cannot_be_uploaded_is_refused(file: Path, path: str, flaw: str) -> None:
     (file.parent / "long.py").write_text("#" * (MAX_CODE_BYTES + 1))
     (file.parent / "a-b.py").write_text(SOURCE)
     with pytest.raises(ConfigError, match=flaw):
         read_job(file, [f"reward.scorers=[{{type: function, path: '{path}'}}]"])
 
 
-def test_code_is_kept_once_by_its_content(store: FileStore, tmp_path: Path) -> None:
+def test_code_is_stored_once_by_its_content(store: FileStore, tmp_path: Path) -> None:
     assert [store.add_code(SOURCE).sha256 for _ in range(2)] == [DIGEST, DIGEST]
     assert (tmp_path / "data" / "code" / f"{DIGEST}.py").read_text() == SOURCE
     with pytest.raises(HttpProblem, match="not Python, line 2"):
         store.add_code("x = 1\ndef score(:\n")
-    assert store.list_all() == [], "it is no data set"
+    assert store.list_all() == [], "code is not listed as a data set"
     assert store.add(io.BytesIO(b'{"a": 1}\n'), "rows.jsonl", "fine-tune").rows == 1
 
 
@@ -301,7 +301,7 @@ def test_uploaded_code_scores(store: FileStore, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ScoringError, match=r"'reward\.py' cannot be read beside the reward service"):
         function("0" * 64)
     broken = store.add_code("import nothing_of_that_name\n").sha256
-    for _ in range(2):  # what failed is not taken for imported
+    for _ in range(2):  # a failed import does not count as imported
         with pytest.raises(ModuleNotFoundError):
             function(broken)
     (tmp_path / "data" / "code" / f"{'1' * 64}.py").write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""The process in which environments of `verifiers` take place: what one of them does ends its own episode only."""
+"""The process in which environments of `verifiers` take place: a failure of one episode ends no other."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from penstock.services.env.verifiers.child import MAX_STEPS, Episode, Host
 
 
 class Sent:
-    """The env service, as far as it is answered."""
+    """Stand-in for the channel to the env service; ``steps`` collects the messages."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
 
     def send(self, message: dict[str, Any]) -> None:
-        """Keep what was answered."""
+        """Store the text of a message."""
         self.steps.append(json.loads(message["text"]))
 
 
 class Env:
-    """One task leaves, one cancels itself, one asks for a turn of the policy, one does nothing."""
+    """An environment of four tasks: one exits, one cancels itself, one asks for a turn of the policy, one hangs."""
 
     def __init__(self) -> None:
         self.taskset = ["leaves", "cancels", "asks", "hangs"]
         self.host: Host | None = None
 
     async def run_episode(self, task: str, context: Any, *, on_trace: Any) -> Any:
-        """One episode."""
+        """Play one episode of ``task``."""
         if task == "leaves":
             raise SystemExit(3)
         if task == "cancels":
@@ -54,12 +54,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 @pytest.mark.parametrize(
-    ("task", "said"), [(0, "RuntimeError: SystemExit: 3"), (1, "the environment cancelled its episode")]
+    ("task", "error"), [(0, "RuntimeError: SystemExit: 3"), (1, "the environment cancelled its episode")]
 )
-async def test_an_episode_that_leaves_ends_itself_only(host: Host, task: int, said: str) -> None:
+async def test_an_episode_that_exits_or_cancels_ends_alone(host: Host, task: int, error: str) -> None:
     async with asyncio.timeout(10):
         await host.on_message({"id": 1, "episode": "e", "purpose": "begin", "task": task})
-    assert host._channel.steps == [{"error": said}]  # type: ignore[attr-defined]
+    assert host._channel.steps == [{"error": error}]  # type: ignore[attr-defined]
 
 
 async def test_nothing_waits_for_an_episode_that_was_given_up(host: Host) -> None:
@@ -75,12 +75,12 @@ async def test_nothing_waits_for_an_episode_that_was_given_up(host: Host) -> Non
             await asyncio.wait(rest)
 
 
-async def test_turns_that_nobody_fetches_do_not_pile_up() -> None:
-    """As where a connection breaks again and again, and the environment asks for the next turn."""
+async def test_turns_that_are_not_fetched_do_not_pile_up() -> None:
+    """They arise when a connection breaks again and again, and the environment asks for the next turn."""
     episode = Episode()
     for _ in range(MAX_STEPS):
         episode.ask([{"role": "user", "content": "hi"}], [])
     with pytest.raises(ValueError, match=f"it gave up {MAX_STEPS} turns"):
         episode.ask([{"role": "user", "content": "hi"}], [])
     episode.give_up()
-    assert episode.steps.qsize() == MAX_STEPS + 1, "that it is over is always told"
+    assert episode.steps.qsize() == MAX_STEPS + 1, "the end of the episode is always reported"

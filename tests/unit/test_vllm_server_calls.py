@@ -26,7 +26,7 @@ LOGPROBS = {11: -0.1, 12: -0.2, 13: -0.3, 14: -0.4}
 
 
 def test_an_engine_without_shared_memory_says_what_is_missing(tmp_path: Path) -> None:
-    """Both adapters check it before vLLM starts, which would fail only after minutes. /proc has no room at all."""
+    """vLLM itself would fail only after minutes, so both adapters check first. /proc stands for a full device."""
     with pytest.raises(Unavailable, match=r"need 256 MiB of shared memory, and /proc has 0 MiB free.*shm_size"):
         check_shared_memory(Path("/proc"))
     check_shared_memory(tmp_path / "missing")
@@ -55,7 +55,7 @@ def event(rows: list[dict[str, Any]], finish: str | None = None, spans: Any = No
     return {"request_id": "generate-tokens-r.", "choices": [choice]}
 
 
-def test_options_are_words_that_no_parser_takes_for_another() -> None:
+def test_options_become_words_that_no_parser_misreads() -> None:
     options = {"max_logprobs": -1, "enforce_eager": True, "trust_remote_code": False, "path": None, "config": {"a": 1}}
     assert command_line(options) == ["--max-logprobs=-1", "--enforce-eager", '--config={"a": 1}']
 
@@ -67,14 +67,14 @@ def test_a_request_has_tokens_alone_and_no_stop_strings() -> None:
         "request_id": "r.", "token_ids": [5, 6], "stream": True, "output_mode": "tokens",
     }  # fmt: skip
     fields = body["sampling_params"]
-    assert fields == sampling_fields(wanted), "those of the engine in this process"
+    assert fields == sampling_fields(wanted), "the same fields as for the in-process engine"
     assert fields["seed"] == (1 << 63) - 1, "a seed of vLLM is a signed 64-bit number"
     assert (fields["stop_token_ids"], fields["ignore_eos"], fields["detokenize"]) == ([2, 14], True, False)
     assert "stop" not in fields
 
 
 @pytest.mark.parametrize(("wanted", "asked"), [(0, 0), (1, 2), (20, 21), (54, 54), (60, 54)])
-def test_one_more_likely_token_is_asked_for_than_are_wanted(wanted: int, asked: int) -> None:
+def test_a_request_asks_for_one_more_likely_token_than_wanted(wanted: int, asked: int) -> None:
     body = generate_body("r.", completion(top_logprobs=wanted), vocab_size=54)
     assert body["sampling_params"]["logprobs"] == asked
 
@@ -85,14 +85,14 @@ def test_an_abort_names_requests_as_the_server_does_and_is_never_of_all() -> Non
         abort_body([])
 
 
-def test_tokens_are_booked_with_the_label_that_is_served() -> None:
+def test_tokens_are_recorded_with_the_served_label() -> None:
     found = stream(streamed=True)
     assert found.final(event([row(11)])) is None
-    told, finish = found.take(event([row(11), row(12)]), "3:ab")
-    assert ([token.token_id for token in told], finish) == ([11, 12], None)
+    reported, finish = found.take(event([row(11), row(12)]), "3:ab")
+    assert ([token.token_id for token in reported], finish) == ([11, 12], None)
     last = event([row(13), row(14)], "stop", [{"version": "3:ab", "start": 0, "end": 4}])
-    told, finish = found.take(last, "3:ab")
-    assert ([token.token_id for token in told], finish) == ([13], "stop"), "a stop token is not told"
+    reported, finish = found.take(last, "3:ab")
+    assert ([token.token_id for token in reported], finish) == ([13], "stop"), "a stop token is not reported"
     spans = found.final(last)
     assert spans is not None
     found.settle(spans)
@@ -100,7 +100,7 @@ def test_tokens_are_booked_with_the_label_that_is_served() -> None:
     assert found.completion.starts == [(3, "ab", 0)]
 
 
-def test_the_server_says_which_weights_made_which_token() -> None:
+def test_spans_of_the_server_give_the_weights_of_each_token() -> None:
     found = stream()
     found.take(event([row(11), row(12)]), "1:b")
     spans = [{"version": "0:a", "start": 0, "end": 1}, {"version": "1:b", "start": 1, "end": 2}]
@@ -111,7 +111,7 @@ def test_the_server_says_which_weights_made_which_token() -> None:
     assert found.completion.starts == [(0, "a", 0), (1, "b", 1)]
 
 
-def test_tokens_without_spans_fail_and_no_tokens_need_none() -> None:
+def test_tokens_need_spans_and_an_empty_completion_needs_none() -> None:
     found = stream()
     assert found.final(event([], "abort")) == ()
     found.take(event([row(11)]), "0:")
@@ -124,15 +124,15 @@ def test_an_end_that_is_neither_stop_nor_length_is_an_abort(finish: str) -> None
     assert stream().take(event([row(11)], finish), "0:")[1] == "abort"
 
 
-def test_a_stop_string_ends_a_completion_here() -> None:
+def test_the_client_ends_a_completion_at_a_stop_string() -> None:
     found = stream(stop_strings=("bc",))
-    told, finish = found.take(event([row(token) for token in LOGPROBS]), "0:")
+    reported, finish = found.take(event([row(token) for token in LOGPROBS]), "0:")
     assert (finish, found.token_ids) == ("stop", [11, 12, 13])
-    assert [token.token_id for token in told] == [11, 12]
+    assert [token.token_id for token in reported] == [11, 12]
 
 
 @pytest.mark.parametrize("rank", [1, None], ids=["minus infinity", "not a number"])
-def test_a_log_prob_that_the_server_floors_is_not_taken_for_a_number(rank: int | None) -> None:
+def test_a_floored_log_prob_is_read_as_minus_infinity(rank: int | None) -> None:
     found = stream()
     found.take(event([row(11, -9999.0, rank)]), "0:")
     assert found.logprobs == [-math.inf]
@@ -155,12 +155,12 @@ def test_likely_tokens_are_those_of_the_best_ranks() -> None:
         ({"choices": [{"token_ids": [11], "logprobs": {"content": [row(12)]}, "finish_reason": None}]}, Unavailable),
     ],
 )
-def test_a_failure_is_that_of_the_request_or_of_the_server(part: dict[str, Any], kind: type[Exception]) -> None:
+def test_errors_are_attributed_to_the_request_or_to_the_server(part: dict[str, Any], kind: type[Exception]) -> None:
     with pytest.raises(kind):
         stream().take(part, "0:")
 
 
-def test_scores_are_of_the_text_that_was_asked_for() -> None:
+def test_scores_must_belong_to_the_requested_text() -> None:
     entry = {"decoded_token": None}
     rows = [
         None,

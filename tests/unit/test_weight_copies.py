@@ -1,4 +1,4 @@
-"""Copies of weights by several threads: the same bytes and the same digest, whoever copies which piece."""
+"""Copies of weights by several threads have the same bytes and digest, whichever thread copies a piece."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tensors(seed: int) -> list[tuple[str, Tensor]]:
 
 @pytest.fixture(params=[1, 2, 8])
 def cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Cores that this process may use, where small tensors count as large ones."""
+    """Limit the cores that this process may use, and treat small tensors as large; return the number of cores."""
     number: int = request.param
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(number)))
     for name, value in (("_BESIDE_BYTES", 4096), ("_PIECE_BYTES", 1024), ("_CHUNK_BYTES", 256)):
@@ -56,7 +56,7 @@ def test_any_number_of_threads_gives_the_same_digest(cores: int, seed: int) -> N
 
 
 def test_the_caller_hashes_what_helpers_copied(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller gets only the pieces that no helper takes."""
+    """With several cores the test leaves few pieces or none to the caller, so that helpers copy the others."""
     caller, take, helped = threading.get_ident(), flat._take, list[int]()
 
     def taken(free: set[int], number: int) -> bool:
@@ -79,8 +79,8 @@ def test_a_tensor_that_does_not_fit_ends_the_threads(cores: int) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1000, 12 << 20])
-def test_what_was_published_can_be_freed(size: int) -> None:
-    """FSDP frees the parameters that it gathered; torch refuses that for memory that NumPy has seen."""
+def test_published_weights_can_be_freed(size: int) -> None:
+    """FSDP frees the parameters that it gathered, but torch cannot free memory of which NumPy has a view."""
     tensor = torch.zeros(size, dtype=torch.uint8)
     layout = layout_of([("w", tensor)])
     fill(np.zeros(layout.nbytes, np.uint8), layout, [("w", tensor)])

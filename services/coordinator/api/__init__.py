@@ -1,4 +1,4 @@
-"""HTTP API of the coordinator: the routes and their conventions. The services that they call take the decisions."""
+"""HTTP API of the coordinator: routes and their conventions. The routes call services, which take the decisions."""
 
 from penstock.services.coordinator.api.app import create_app
 

@@ -26,7 +26,7 @@ _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Backend(Services):
-    """State that all routes of one app share: the services, and what HTTP adds to them."""
+    """State that all routes of one app share: the coordinator's services, and the helpers that only HTTP needs."""
 
     stopping: asyncio.Event
     volatile: Volatile

@@ -96,13 +96,14 @@ def create_app(
     services: Services,
     *,
     stopping: asyncio.Event | None = None,
-    desk: FeedbackService | None = None,
+    feedback_service: FeedbackService | None = None,
     serving: Gateway | None = None,
 ) -> FastAPI:
     """Return the HTTP application over ``services``.
 
     Set ``stopping`` to end event streams and long polls, so that a graceful shutdown does not wait for clients that
-    stay connected. Without ``desk`` the application accepts no feedback; without ``serving`` it serves no models.
+    stay connected. Without ``feedback_service`` the application accepts no feedback, and without ``serving`` it serves
+    no models.
 
     Raises:
         ConfigError: a rate limit cannot be parsed; or no keys are configured and the API would listen on the network,
@@ -134,7 +135,7 @@ def create_app(
     )
     app.state.backend = Backend(
         **vars(services), stopping=stopping, volatile=volatile, ring=ring, limiter=limiter, occupancy=occupancy,
-        feeds=feeds, feedback=desk, serving=serving,
+        feeds=feeds, feedback=feedback_service, serving=serving,
     )  # fmt: skip
     app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
     document = openapi.Document(app.openapi)

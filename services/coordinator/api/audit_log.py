@@ -45,7 +45,7 @@ class AuditEntry(BaseModel):
 
 
 class AuditPage(BaseModel):
-    """One page; ``after=last_id`` gets the next."""
+    """One page of the audit log; ``after=last_id`` gets the next."""
 
     object: Literal["list"] = "list"
     data: list[AuditEntry]

@@ -1,7 +1,7 @@
 """Selection of the requests that the audit log records, and the middleware that records them.
 
-A route that changes something is audited unless it is in ``DATA_PATHS``. Requests without the scope of the route leave
-no record; otherwise the keys of agents and browsers could fill the log and displace important records.
+A route that changes something is audited unless it is in ``DATA_PATHS``. A request whose key lacks the route's scope
+leaves no record; otherwise the keys of agents and browsers could fill the log and displace important records.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Request:
         )  # fmt: skip
 
     def _stored_value(self, name: str, value: str) -> str:
-        """Return a path parameter as it is stored: cut to MAX_VALUE; for a user, the pseudonym ('' if unavailable)."""
+        """Return ``value`` as the log stores it: cut to MAX_VALUE, or a user's pseudonym ('' if unavailable)."""
         if name != "user":
             return value[:MAX_VALUE]
         try:

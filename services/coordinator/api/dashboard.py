@@ -72,7 +72,7 @@ def _serve(request: Request, name: str) -> Response:
 
 @cache
 def _assets() -> dict[str, Asset]:
-    """Return every static file by its path below the folder. Requests can reach no other file."""
+    """Read the static files of the dashboard folder; return them by relative path. Requests can reach no other file."""
     folder = files("penstock.services.coordinator").joinpath("dashboard")
     return {name: _read(file) for name, file in _walk(folder) if PurePosixPath(name).suffix in TYPES}
 

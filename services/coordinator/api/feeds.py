@@ -35,13 +35,13 @@ MAX_KEPT = 2048
 """Events that a follower buffers for slow readers. A reader that needs older events reads them from the stream itself.
 """
 PAGE, CHUNK = 500, 64
-"""Events per read for a slow reader, and events per chunk that it sends."""
+"""Maximum number of events in one read for a slow reader, and in one chunk of a stream."""
 PER_TURN = 32
-"""Readers that proceed in one iteration of the event loop."""
+"""Maximum number of readers that proceed in one iteration of the event loop."""
 
 
 class Feeds:
-    """Event followers and record watchers by job, started with their first reader. ``stopping`` ends all waits."""
+    """One event follower and one record watcher per job, started for its first reader. ``stopping`` ends all waits."""
 
     def __init__(self, jobs: JobStore, events: JobEvents, stopping: asyncio.Event) -> None:
         self._jobs, self._events, self._stopping = jobs, events, stopping
@@ -51,13 +51,13 @@ class Feeds:
         self._turns = Turns(PER_TURN)
 
     async def close(self) -> None:
-        """Cancel all tasks."""
+        """Cancel the tasks of all followers, watchers and shared calls."""
         tasks = [*self._calls.values(), *(watched.task for watched in self._watched.values() if watched.task)]
         tasks += [followed.task for followed in self._followed.values() if followed.task]
         await end_tasks(tasks)
 
     async def once(self, key: Hashable, keep_s: float, call: Callable[[], Awaitable[T]]) -> T:
-        """Share one result of ``call()``, or its error, among callers with this ``key`` within ``keep_s`` seconds."""
+        """Return the result of ``call()``. Callers with the same ``key`` within ``keep_s`` seconds share one call."""
         task = self._calls.get(key)
         if task is None:
             loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class Feeds:
     async def until(
         self, record: JobRecord, reached: Callable[[JobRecord], bool], seconds: float
     ) -> JobRecord:  # fmt: skip
-        """Wait up to ``seconds`` until ``reached`` holds for a job's record, and return the newest record.
+        """Wait up to ``seconds`` until ``reached`` returns True for the job's record; return the newest record.
 
         Raises:
             NotFound: the job does not exist any more.
@@ -137,7 +137,7 @@ class Feeds:
             followed.readers += 1
             try:
                 async for found in self._past(job, followed, after):
-                    await self._turns.mine()
+                    await self._turns.wait()
                     yield b"".join(one.encoded(job, encode) for one in found) or PING
             finally:
                 followed.readers -= 1
@@ -196,7 +196,7 @@ class Feeds:
 
 
 class _Waiter:
-    """A client that waits until ``reached`` holds for a record."""
+    """A client that waits for a record for which ``reached`` returns True."""
 
     def __init__(self, reached: Callable[[JobRecord], bool], found: asyncio.Future[JobRecord]) -> None:
         self.reached, self.found = reached, found
@@ -220,7 +220,7 @@ class _Event:
         self._encoded: dict[Encode, bytes] = {}
 
     def encoded(self, job: str, encode: Encode) -> bytes:
-        """Return the encoded event; each encoding is made once."""
+        """Return the bytes of ``encode`` for this event, computed once per ``encode``."""
         found = self._encoded.get(encode)
         if found is None:
             found = self._encoded[encode] = encode(job, self.seq, self.row)
@@ -246,11 +246,11 @@ class _Followed:
             self.first = self._kept.popleft().seq
 
     def covers(self, place: int) -> bool:
-        """Return True if the buffer lacks no event with an id above ``place``."""
+        """Return True if the buffer dropped no event with an id above ``place``."""
         return place >= self.first
 
     def wake(self) -> None:
-        """Wake the waiting readers after an event or at the end."""
+        """Wake the waiting readers: a new event was added, or the follower has ended."""
         waiting, self._waiting = self._waiting, set()
         for reader in waiting:
             if not reader.done():
@@ -293,7 +293,7 @@ class _Followed:
         return newer[::-1][:CHUNK]
 
     async def abandoned(self) -> None:
-        """Return once there were no readers for LINGER_S."""
+        """Return once the follower has had no readers for LINGER_S seconds."""
         empty_s = 0.0
         while empty_s < LINGER_S:
             await asyncio.sleep(1.0)

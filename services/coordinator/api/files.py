@@ -56,7 +56,7 @@ _FORM = {
 
 
 class FileList(BaseModel):
-    """One page; ``after=last_id`` gets the next."""
+    """One page of files; ``after=last_id`` gets the next."""
 
     object: Literal["list"] = "list"
     data: list[FileRecord]
@@ -85,7 +85,7 @@ class FileDeleted(BaseModel):
     "", response_model=FileRecord, openapi_extra=_FORM, responses={507: {"description": "No room for more files."}}
 )
 async def upload(request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep) -> Response:
-    """Store a data set: JSON lines, one object per line. Every line is checked. After the reply the file is on disk.
+    """Store a data set: JSON lines, one object per line. Every line is checked. The file is on disk before the reply.
 
     With the purpose `model` store a model: a ZIP archive of `config.json`, weights in safetensors and the tokenizer,
     without folders and not compressed. Job files name the id of the file as `model.path`.
@@ -171,7 +171,7 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
     "/{file_id}", response_model=FileDeleted, dependencies=WRITE, responses={409: {"description": "In use."}}
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
-    """Delete a file. 409 if an unfinished job names it, or a finished job's LoRA adapters need it as their model."""
+    """Delete a file. 409 if an unfinished job names it, or a finished job's LoRA adapters need it as base model."""
     await asyncio.to_thread(backend.files.find, file_id)
     for job in (await backend.jobs.index()).all():
         spec = job.record().spec

@@ -69,8 +69,8 @@ async def list_fine_tuning_jobs(
 @router.get("/{job_id}", response_model=FineTuningJob, dependencies=READ)
 async def get_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
     """Show a job."""
-    desk = backend.fine_tuning
-    return Json(desk.shown(await desk.get(job)))
+    service = backend.fine_tuning
+    return Json(service.shown(await service.get(job)))
 
 
 @router.post("/{job_id}/cancel", response_model=FineTuningJob)
@@ -108,6 +108,6 @@ async def list_fine_tuning_checkpoints(
 
 
 async def _steer(job: str, caller: Caller, backend: BackendDep, state: DesiredState) -> Response:
-    desk = backend.fine_tuning
-    await desk.get(job)
-    return Json(desk.shown(await backend.steering.set_desired(job, state, by=caller.id)))
+    service = backend.fine_tuning
+    await service.get(job)
+    return Json(service.shown(await backend.steering.set_desired(job, state, by=caller.id)))

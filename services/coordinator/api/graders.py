@@ -37,13 +37,13 @@ class GraderToRun(GraderToValidate):
 
 
 class Validated(BaseModel):
-    """The grader, which a reward worker could open."""
+    """Reply about a valid grader; a reward worker has loaded it successfully."""
 
     grader: dict[str, Any]
 
 
 class RunErrors(BaseModel):
-    """Failures by kind; all false without a failure."""
+    """One flag per kind of failure; all are false after a success."""
 
     formula_parse_error: bool = False
     invalid_variable_error: bool = False

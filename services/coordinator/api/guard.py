@@ -35,18 +35,18 @@ MAX_BODY_BYTES = 1 << 20
 MAX_LARGE_BYTES = 8 << 20
 """Largest body in bytes on routes that accept whole conversations or batches of feedback."""
 MAX_OPEN_BYTES = 16 << 10
-"""Largest body in bytes of a request without a key; no such route reads a body."""
+"""Largest body in bytes of a request to a path that needs no key. The routes at these paths read no body."""
 MAX_FILE_BYTES = 64 << 20
-"""Largest body in bytes of an uploaded data set. Larger ones belong on a shared path that the job file names."""
+"""Largest body in bytes of an upload. Larger data sets belong on a shared path that the job file names."""
 MAX_HEADERS = 256
 BODY_BYTES_PER_S = 16 << 10
-"""Minimum upload rate: the deadline of a body grows by the time that its received bytes take at this rate."""
+"""Minimum upload rate: every BODY_BYTES_PER_S received bytes extend the deadline of a body by one second."""
 LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
 LIVE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json"})
 """Paths served without a key and outside the rate limits."""
 PER_TURN = 16
-"""Requests that start in one iteration of the event loop; each takes about a millisecond of it."""
+"""Maximum number of requests that start in one iteration of the event loop; each blocks it for about a millisecond."""
 
 REQUESTS = metrics.counter("http_requests", "Requests of the API.", ("route", "method", "code"))
 SECONDS = metrics.histogram("http_request_duration_seconds", "Time to the start of the reply.", ("route",))
@@ -68,7 +68,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         reply = _Reply(send)
-        await self._turns.mine()
+        await self._turns.wait()
         try:
             if scope["path"] in OPEN_PATHS or is_asset(scope["path"]):
                 await self.app(scope, _limited(Headers(scope=scope), receive, MAX_OPEN_BYTES), reply)
@@ -93,7 +93,7 @@ class Guard:
         """Authenticate and count a request; return its owner: the key id, or ``local@ADDRESS`` if no keys exist.
 
         Raises:
-            HttpProblem: 401 or 403 the sender is not authenticated, 429 a rate limit is exceeded.
+            HttpProblem: 401 no valid key, 403 a web page calls an API without keys, 429 a rate limit is exceeded.
         """
         client = scope.get("client")
         address = await self.limiter.hit_address(client[0] if client else "")
@@ -117,7 +117,7 @@ class Guard:
 
 
 class _Reply:
-    """ASGI ``send`` that adds headers to the reply and records that it started."""
+    """ASGI ``send`` that adds headers to the reply, and sets ``started`` once the reply has begun."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -141,7 +141,7 @@ def body_limit(path: str) -> int:
 
 
 def is_live(path: str) -> bool:
-    """Return True if agents use ``path`` for completions or feedback: frequent requests with whole conversations."""
+    """Return True for a path of completions or feedback, whose requests are frequent and hold whole conversations."""
     return path in LIVE_PATHS or path.endswith(LIVE_ENDS)
 
 

@@ -106,10 +106,10 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
 
 
 async def _unreached(backend: Backend, models: list[str]) -> list[str]:
-    """Return warnings about names that no job has yet; an unknown job id is an error, since no future job gets it.
+    """Return warnings about names in ``models`` that no job has yet. A job id that no job has is an error instead.
 
     Raises:
-        HttpProblem: 422 no job has this id.
+        HttpProblem: 422 an entry has the form of a job id, and no job has this id.
     """
     if not models:
         return []

@@ -49,7 +49,7 @@ _IDEMPOTENCY = {
 
 
 def describe(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
-    """Return the document, which is built once per app."""
+    """Return the OpenAPI document of ``app``; the first call builds it."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
@@ -84,7 +84,7 @@ def _scopes(routers: Sequence[APIRouter]) -> dict[tuple[str, str], str]:
 
 
 def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
-    """Return the methods of all routes that match a path; the router itself reports only those of the first match."""
+    """Return the methods of all routes that match ``path``. (Starlette reports only those of the first match.)"""
     found: dict[str, None] = {}
     for router in routers:
         for route in router.routes:
@@ -206,7 +206,7 @@ def _add_model(schemas: dict[str, Any], model: type[Any]) -> None:
 
 
 def _require_tags(part: Any, schemas: dict[str, Any]) -> None:
-    """Mark the tag of a union's members as required: it has a default in Python, but clients must send it."""
+    """Mark the discriminator of each union as required in its members; it has a default in Python only."""
     if isinstance(part, list):
         for item in part:
             _require_tags(item, schemas)

@@ -23,7 +23,7 @@ def no_model(name: str) -> HttpProblem:
 
 
 async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "") -> None:
-    """Check that a key that is restricted to some models reaches a job; other keys pass without a look at the job.
+    """Check that the caller's key reaches a job. A key that is not restricted to some models passes without a check.
 
     Raises:
         NotFound: the key does not reach the job (with the text ``missing``), or the job does not exist.
@@ -41,8 +41,8 @@ async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
 
 
 def reaches_all(caller: Caller) -> HttpProblem:
-    """Return the error for a key restricted to some models at a route that is not about a single model."""
-    detail = f"this key is for some models alone ({_models(caller)}), and what was asked for is not of one model"
+    """Return the error for a key that is restricted to some models, at a route that concerns all models."""
+    detail = f"this key is for some models alone ({_models(caller)}), and the request does not name one of them"
     return HttpProblem(403, "other_model", detail)
 
 

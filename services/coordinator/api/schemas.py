@@ -70,7 +70,7 @@ class Columns(BaseModel):
 
 
 class CheckpointFile(BaseModel):
-    """One file; ``sha256`` in hex."""
+    """One file of a checkpoint; ``sha256`` in hex."""
 
     name: str
     nbytes: int
@@ -123,7 +123,7 @@ class DryRun(BaseModel):
 
 
 class LogLines(BaseModel):
-    """Log lines; pass ``next`` as ``after`` to get later ones."""
+    """Log lines; pass ``next`` as ``after`` to get the lines that follow."""
 
     lines: list[dict[str, Any]]
     next: str | None = None
@@ -136,7 +136,7 @@ class ReplayRequest(BaseModel):
 
     from_batch: int | None = Field(None, ge=0, lt=1 << 53)
     to_batch: int | None = Field(None, ge=0, lt=1 << 53)
-    feedback: bool = Field(False, description="Add `told` to the rows: answers and feedback that each batch trained on")
+    feedback: bool = Field(False, description="Add to each row `admissions`: the answers and feedback of its batch")
 
 
 class Health(BaseModel):
@@ -190,7 +190,7 @@ class ConnectionLimits(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """Limits of one key, shared by the episode keys and tokens that it made."""
+    """Limits of one key, shared by the episode keys and tokens that it created."""
 
     max_requests_at_once: int = Field(
         description="Event streams and long polls included; 429 `too_many_at_once` beyond"
@@ -212,7 +212,7 @@ class KeyLimits(BaseModel):
 
 
 class DocumentLimits(BaseModel):
-    """Limits of the content of a body; 422 `too_complex` beyond."""
+    """Limits of the content of a body; a body beyond them gets 422 `too_complex`."""
 
     max_values: int = Field(
         description="Values of a JSON body; a posted interaction may have as many as its tokens need"

@@ -20,7 +20,7 @@ the check to the route, and ``deployment`` refuses such keys."""
 
 
 class ScopeCheck:
-    """The dependency behind ``require``, which gives the route its ``Caller``."""
+    """FastAPI dependency that ``require`` returns: checks the key, and gives the route its ``Caller``."""
 
     def __init__(self, scope: Scope, *, in_episode: bool, by_token: bool, reach: Reach) -> None:
         self.scope, self.reach = scope, reach
@@ -30,7 +30,7 @@ class ScopeCheck:
         """Return the caller.
 
         Raises:
-            HttpProblem: 403 names the scope that the key lacks, or the models that it is for.
+            HttpProblem: 403 the key lacks the scope, or is for other models; the text names the scope or the models.
             NotFound: the job does not exist or belongs to a model that the key does not reach.
         """
         caller = caller_of(request)

@@ -53,7 +53,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["system"])
 HEALTH_S = 0.5
-"""Seconds for which health requests, which need no key, share one check."""
+"""Seconds for which health requests share the result of one check; they need no key, so anyone can send many."""
 
 FEEDBACK = FeedbackLimits(
     max_item_bytes=MAX_BODY_BYTES,

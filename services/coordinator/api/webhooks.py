@@ -30,7 +30,7 @@ WebhookId = Annotated[str, Path(pattern="^wh_[0-9a-f]{32}$", description="wh_ an
 
 
 def _exists(kind: str) -> str:
-    """Return ``kind`` if it is an event type, or the start of one followed by `*`; else raise ValueError."""
+    """Return ``kind`` if it is an event type, or a prefix of event types followed by `*`; else raise ValueError."""
     start = kind.removesuffix("*")
     if kind in EVENT_TYPES or (kind != start and any(one.startswith(start) for one in EVENT_TYPES)):
         return kind
@@ -46,7 +46,7 @@ Text = Annotated[str, Field(max_length=200)]
 
 
 class WebhookRequest(BaseModel):
-    """A new webhook. Each of ``types`` is an event type, or the start of one followed by `*`."""
+    """A new webhook. Each of ``types`` is an event type, or a prefix of event types followed by `*`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -157,7 +157,7 @@ async def try_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
 
 
 async def _with_url(work: Awaitable[StoredWebhook]) -> StoredWebhook:
-    """Return the webhook that ``work`` stores. Raises HttpProblem: 422 the address in the body is refused."""
+    """Await ``work``, and return the webhook that it stores. Raises HttpProblem: 422 the address is not allowed."""
     try:
         return await work
     except ConfigError as error:

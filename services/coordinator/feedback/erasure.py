@@ -1,7 +1,7 @@
 """Deletes a user's data: recorded interactions, feedback on them, training groups made of both, and opened episodes.
 
-First the deletion is recorded, then the ids (a tombstone that every replica reads, and that refuses these ids from then
-on), then the messages are overwritten in the streams. An interrupted deletion is repeated from the start.
+A deletion has three steps. It records the request, publishes the ids of the data, and overwrites the messages in the
+streams. Every replica reads the published ids, and refuses them from then on. An interrupted deletion starts anew.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ logger = logging.getLogger(__name__)
 PREFIX = "erasure"
 Forgotten = Callable[[int], Awaitable[None]]
 NAMED = 10_000
-"""Maximum number of ids of each kind in one message."""
+"""Maximum number of ids of each kind (interactions, feedback) in one published ``Erasure``."""
 
 
 class Report(msgspec.Struct, kw_only=True):
     """State of the deletion of a user's data, in the `privacy` bucket under the user's pseudonym.
 
     ``requested``: time of the newest request. Counts and versions cover everything ever deleted for the user.
-    ``holder`` is the process that carries it out, with its last heartbeat at ``alive`` (Unix seconds).
+    ``holder`` is the process that carries the deletion out, with its last heartbeat at ``alive`` (Unix seconds).
     """
 
     user: str
@@ -74,7 +74,8 @@ class Eraser:
     """Deletes a user's data from the streams.
 
     Args:
-        forgotten: awaited before a deletion is done, with the FEEDBACK sequence up to which indexes must have read.
+        forgotten: called before a deletion counts as done, with a sequence of FEEDBACK; it must wait until indexes have
+            read FEEDBACK up to that sequence.
         archive: archive of older ledger entries.
         released_s: longest time that a deletion waits until its job no longer needs the groups made of the data
             (seconds).
@@ -132,7 +133,8 @@ class Eraser:
                     await self._change(user, self._with_heartbeat)
 
     def _with_heartbeat(self, known: Report | None) -> Report:
-        """Return the stored report with a new heartbeat. Raises Conflict if this process no longer holds it."""
+        """Return ``known``, the stored report, with a new heartbeat. Raises Conflict if this process no longer carries
+        out the deletion."""
         if known is None or known.holder != self._holder:
             raise Conflict("another process took the deletion up")
         return msgspec.structs.replace(known, alive=bus_time())
@@ -154,7 +156,7 @@ class Eraser:
         return msgspec.json.decode(entry.value, type=Report) if entry is not None and entry.value else None
 
     async def unfinished(self) -> list[Report]:
-        """Return the deletions that are not done, of this process or of one that is gone."""
+        """Return all deletions that are not done, whichever process carries them out."""
         entries = await self._kv.entries(PREFIX)
         reports = [msgspec.json.decode(entry.value, type=Report) for entry in entries if entry.value]
         return [report for report in reports if report.status != "done"]
@@ -164,7 +166,7 @@ class Eraser:
 
         Raises:
             Conflict: another process has taken the deletion over.
-            Unavailable: the bus went away, or an index; the next run deletes what is left.
+            Unavailable: the bus does not answer, or an index is too slow; the next run deletes what is left.
         """
 
         def edit(known: Report | None) -> Report:
@@ -221,15 +223,18 @@ class Eraser:
         await self._change(report.user, lambda known: self._merged(report, known))
 
     def _merged(self, report: Report, known: Report | None) -> Report:
-        """Return the counts of ``report`` with the other fields from the bucket."""
+        """Return ``report`` with status, times and holder of ``known``, the stored report, and a new heartbeat. Raises
+        Conflict if this process no longer carries out the deletion."""
         held = self._with_heartbeat(known)
         stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
         return msgspec.structs.replace(report, **stands)
 
     async def _made(self, user: str, found: Mapping[str, Found], until: float) -> dict[str, Made]:
-        """Return, by job, the groups and versions made of the user's data, according to the job's ledger.
+        """Return, by job, the lineage of the user's data: groups made of it, and versions trained on it, from the job's
+        ledger.
 
-        Covers all jobs whose streams hold the data (``found``), or that admitted some before ``until`` (Unix seconds).
+        Covers the jobs whose streams hold data of the user (``found``), and the jobs that admitted data of the user up
+        to ``until`` (Unix seconds).
         """
         made = {job: _made_of(user, mine, until) for job, mine in found.items()}
         archived = set[str]()
@@ -246,18 +251,19 @@ class Eraser:
         return {job: one for job, one in made.items() if job in found or one.ordinals}
 
     async def _erase_groups(self, report: Report, job: str, made: Made) -> None:
-        """Delete the groups that a job made of the data, once it no longer needs them."""
+        """Delete the groups that a job made of the data, once the job no longer needs them."""
         await self._until_released(job, made)
         count = await erase_groups(self._bus, job, made.ordinals)
         report.groups += count
         _add_versions(report, job, made.versions)
 
     async def _until_released(self, job: str, made: Made) -> None:
-        """Follow the ledger until the job needs none of these groups.
+        """Follow the ledger until the job no longer needs the groups that it made of the data.
 
-        The job's leader drops draws in flight (`erased`), has the trainer refuse sealed batches that it has not begun,
-        and requests a checkpoint after the trained ones. If the job has no leader or trainer for too long, the groups
-        are deleted anyway: then a batch is refused, or a restarted trainer forks, and the ledger records the reason.
+        Meanwhile the job's leader drops the draws in flight (`erased`), has the trainer refuse sealed batches that it
+        has not begun, and requests a checkpoint after the trained batches. If the job has no leader or no trainer for
+        too long, this method returns anyway, and the groups are deleted. The trainer then refuses a batch, or forks
+        when it restarts, and the ledger records the reason.
         """
         if not (made.held and self._released_s):
             return
@@ -280,7 +286,8 @@ class Eraser:
     # -- deletion ----------------------------------------------------------------------------------------------------
 
     async def _announce(self, user: str, job: str, mine: Found, time: float) -> int:
-        """Publish the ids that are deleted; return the sequence of the last message, 0 if there are none."""
+        """Publish the ids in ``mine`` as deleted; return the sequence of the last published message, 0 if there are no
+        ids."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
@@ -294,10 +301,11 @@ class Eraser:
         return await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
 
     async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
-        """Blank the episodes opened for the user, or for nobody if the user spoke in them; return their number.
+        """Blank the records of the user's opened episodes, and return their number.
 
-        A blanked episode takes no more requests. Its record stays, because a request that names an unknown episode is
-        served, and would be trained on even if the episode was set aside for evaluation.
+        An episode is the user's if it was opened for the user, or if it was opened without a user and contains the
+        user's data. The gateway refuses further requests of a blanked episode. Its record stays: a request that names
+        an unknown episode is served, and its job would train on it even if the episode was set aside for evaluation.
         """
         ended = 0
         for found_entry in await self._opened.entries():
@@ -322,7 +330,8 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Store again ``rest``, the items of other users that are still needed, and delete what is at ``place``."""
+        """Publish ``rest`` again (the items of other users that are still needed), then delete the message or dead
+        letter at ``place``."""
         if isinstance(place, Message):  # keeps the order of revisions
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
@@ -365,6 +374,7 @@ def _made_of(user: str, mine: Found, until: float) -> Made:
 
 
 def target_of(item: Feedback) -> str:
-    """Return the id of the item whose status decides on ``item``: its own, or that of the item that it retracts."""
+    """Return the id of the item whose status decides on ``item``: for a retraction, the retracted item; else
+    ``item``."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name

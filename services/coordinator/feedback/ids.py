@@ -28,9 +28,10 @@ async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) ->
 
 
 async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
-    """Remove the feedback of a job below a sequence, all of which is decided, and keep its ids.
+    """Remove a job's feedback with sequences below ``below_seq``, all of it decided, and store its ids.
 
-    Works in chunks and stores the ids first; if the stream has no room for them, it removes the feedback first.
+    Works in chunks. The ids of a chunk are stored before its feedback is removed, or afterwards if the stream has no
+    room for them.
 
     Raises:
         Unavailable: the bus went away; safe to repeat.

@@ -48,13 +48,14 @@ T = TypeVar("T")
 STREAMS = (subjects.FEEDBACK, subjects.DECISIONS, subjects.INTERACTIONS)
 QUEUE = 1024
 TOGETHER, TOGETHER_BYTES = 256, 1 << 20
-"""Most messages of one transaction, and their bytes: a large transaction delays the items that others wait for."""
+"""Maximum number of messages, and of bytes, that one transaction writes. A larger transaction would delay requests that
+wait for an item in it."""
 CAUGHT_UP_S = 5.0
 """Longest time that a request waits for the projection (seconds)."""
 LOOK_S = 0.05
 RETRY_S = 1.0
 TARGETS = 65_536
-"""Number of newest interactions and episodes that are kept in memory, and known without a query."""
+"""Maximum number of interactions and episodes whose ids are kept in memory; other ids need a query."""
 
 
 class _Damaged(Exception):  # noqa: N818
@@ -63,14 +64,14 @@ class _Damaged(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class _Read:
-    """Contents of some messages."""
+    """Decoded contents of messages from the three streams."""
 
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     kept: list[tuple[int, Feedback]] = field(default_factory=list)
     """Items of which only the ids are stored."""
     statuses: list[FeedbackStatus] = field(default_factory=list)
     decided: list[tuple[str, InteractionStatus]] = field(default_factory=list)
-    """Decisions on interactions, with their job."""
+    """``(job, decision on one of its interactions)``."""
     erasures: list[Erasure] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
 
@@ -90,12 +91,12 @@ class FeedbackIndex:
         self._caught_up, self._damaged = asyncio.Event(), asyncio.Event()
         self._targets: OrderedDict[str, None] = OrderedDict()
         self._all_targets = False
-        """True if ``_targets`` contains all targets."""
+        """True if ``_targets`` contains all recorded interactions and episodes, so that no id needs a query."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the projection up to date until cancelled; a damaged file is rebuilt."""
+        """Keep the projection up to date until cancelled; rebuild a damaged file."""
         try:
             while True:
                 try:
@@ -157,7 +158,8 @@ class FeedbackIndex:
         self._projection = open_projection(self.directory)
 
     async def _find_places(self, projection: Projection) -> None:
-        """Continue from the stored positions; rebuild if the streams were replaced since."""
+        """Load the stored positions, from which the streams are read on. If a stream was replaced since, clear the
+        projection and read all streams from the start."""
         known = await self._write(projection.places)
         states = {stream: await self._state(stream) for stream in STREAMS}
         if any(known[s][1] != created or known[s][2] > last for s, (created, last) in states.items() if s in known):
@@ -194,7 +196,7 @@ class FeedbackIndex:
         return (await self._bus.get_whole(stream, [message.seq])).get(message.seq, message)
 
     async def _index_messages(self, projection: Projection) -> None:
-        """Write the messages that were read, in transactions of all that have arrived."""
+        """Write queued messages to the projection, as many as have arrived in one transaction."""
         while True:
             some = [await self._queue.get()]
             nbytes = len(some[0][1].data)
@@ -253,7 +255,7 @@ class FeedbackIndex:
         return found
 
     async def episodes(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the episode of each interaction of ``ids`` that was recorded in one."""
+        """Return the episode of each interaction of ``ids`` that was recorded in an episode."""
         projection = await self._ready()
         return await self._read(projection.episodes, ids)
 
@@ -329,7 +331,8 @@ class FeedbackIndex:
 
 
 def _damage(error: sqlite3.DatabaseError) -> Exception:
-    """Return ``_Damaged`` for an error that means a damaged file (the base class itself), any other error unchanged."""
+    """Return ``_Damaged`` if ``error`` means a damaged file, else ``error`` itself. For damage, sqlite3 raises the base
+    class DatabaseError."""
     return _Damaged(str(error)) if type(error) is sqlite3.DatabaseError else error
 
 

@@ -37,17 +37,18 @@ GROUP_ITEMS = 256
 GROUP_BYTES = 512 << 10
 IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
-"""Most accepted items that are not projected yet, and their bytes; beyond that no item is accepted."""
+"""Maximum number of accepted items, and of their bytes, that are not projected yet; beyond that no item is accepted."""
 MAX_SHARE = 0.95
-"""Share of one job in the room that other jobs leave, and of one key in the room that the job's other keys leave."""
+"""Maximum share that a job may use of the room which other jobs leave. The same share limits a key, in the room which
+the other keys of its job leave."""
 FREEING = frozenset({"retraction", "release", "drop"})
-"""Kinds of items that decide other items: accepted even if the job has used its share, because they free room."""
+"""Kinds of items that decide on other items. They are accepted even if the job has used its share of FEEDBACK, because
+they free room."""
 ROOM_S = 2.0
 MAX_QUEUED, MAX_QUEUED_BYTES = 32_768, 64 << 20
-"""Most items, and bytes, that wait for the projection, for ROOM_S seconds each; further ones are refused at once."""
+"""Maximum number of items, and of their bytes, that wait for room at the same time (at most ROOM_S seconds each);
+further items do not wait, and are refused if there is no room."""
 ACK_S = 4.0
-ROOM = 4096
-"""Bytes of a message beside its items."""
 
 ITEMS = metrics.counter("feedback", "Items of feedback by what became of the post.", ("metric", "decision"))
 ACK_SECONDS = metrics.histogram("ingest_ack_seconds", "From an item's arrival to the proof that it is on disk.", ())
@@ -118,7 +119,8 @@ class _Taken:
                 del self._by[owner]
 
     def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
-        """Return True if a key may add ``more`` without using others' shares; ``most``: limit for all together."""
+        """Return True if a key may add ``more`` without using others' shares. ``most`` is the limit for all jobs
+        together."""
         of_job, of_key = self._by[job], self._by[job, key_id]
         room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
         return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
@@ -136,7 +138,8 @@ class Ingest:
         self._queues: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}
         """By job and key: the lock of the requests that wait for room, and their number."""
         self.has_room: Callable[[str, str, int], bool] = lambda job, key_id, nbytes: True
-        """Callback ``(job, key_id, nbytes)``: returns True if the key may store so many more bytes of the job."""
+        """Callback ``(job, key_id, nbytes)``: returns True if the key may store ``nbytes`` more bytes in FEEDBACK for
+        the job."""
         self._freed = asyncio.Event()
         self._unprojected: dict[int, list[_Entry]] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -179,7 +182,8 @@ class Ingest:
             await asyncio.wait(tasks, timeout=ACK_S)
 
     def _begin(self, item: Feedback, chosen: bool) -> tuple[_Entry, bool] | PenstockError:
-        """Enter an item; return ``(its entry, False)``, or ``(an equal earlier entry, True)``."""
+        """Queue an item for its message; return ``(its entry, False)``. If an equal item is queued or not yet
+        projected, return ``(the entry of that item, True)``. Return the error if the item is refused."""
         earlier = self._recent.get(item.id)
         try:
             if earlier is not None and _compare(item, _known(earlier.item)):
@@ -289,7 +293,8 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """Publish a message; return ``(sequence or None for several parts, a sequence at or above it)``."""
+        """Publish a message; return its sequence (None for a message of several parts), and a sequence at or above
+        those of all its parts."""
         if len(message.data) <= MAX_INLINE_BYTES:
             seq = await self._bus.publish(
                 message.subject, message.data, headers=message.headers, msg_id=message.msg_id, deadline_s=ACK_S
@@ -303,7 +308,7 @@ class Ingest:
         return None, newest.seq if newest is not None else 0
 
     async def _unknown(self, group: list[_Entry]) -> list[_Entry]:
-        """Return the entries that are not stored yet; complete the others."""
+        """Return the entries whose items are not stored yet; complete the futures of the other entries."""
         chosen = [entry.item.id for entry in group if entry.chosen]
         known = await self._index.known(chosen) if chosen else {}
         found = []

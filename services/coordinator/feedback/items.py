@@ -34,7 +34,7 @@ TEXTS = ("comment", "corrected", "demonstration", "messages", "completion", "ans
 """Fields of a body with texts that people or models wrote."""
 UUID_CHARS = 36
 RANGE_FACTOR = 10.0
-"""A weighted value beyond this many times the larger bound of `clip` is refused as an error of its sender."""
+"""A value times its metric's weight is refused as a sender's error above this many times the larger `clip` bound."""
 Posted = Metric | PostedInteraction | Preference | PostedPreference | Correction
 
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
@@ -75,11 +75,12 @@ def target_of(post: Posted) -> tuple[str, str]:
 def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str], str]) -> Feedback:
     """Return the item to store.
 
-    If the job redacts texts, this may take a while: call it in a thread then.
+    Call it in a thread if the job redacts texts, because that may take a while.
 
     Raises:
-        HttpProblem: 422 for a metric that the job does not declare, or an invalid value of it, and for tokens and names
-            in a job that redacts texts; 403 for feedback without a weight from a key with a weight limit.
+        HttpProblem: 422 for a metric that the job does not declare, or an invalid value of it; in a job that redacts
+            texts, also for tokens, and for names with parts to redact. 403 for feedback without a weight from a key
+            with a weight limit.
     """
     _refuse_weightless(post, who)
     tags = dict(post.tags)
@@ -111,7 +112,7 @@ def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
 
 
 def verdict_of(kind: Literal["release", "drop"], feedback: str, job: str, who: Identity) -> Feedback:
-    """Return the item that releases or drops a quarantined one."""
+    """Build the feedback item that releases or drops the quarantined item whose id is ``feedback``."""
     item = Feedback(
         id=who.id, job=job, kind=kind, key_id=who.key_id, received=bus_time(), body={"feedback": feedback}
     )  # fmt: skip
@@ -163,7 +164,7 @@ def _metric_fields(post: Metric, job: LiveJob) -> dict[str, Any]:
 
 
 def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | float | str | None, dict[str, Any]]:
-    """Return ``(value, body)``: a message goes into the body, because the value is a scalar."""
+    """Return ``(value, body)`` of a metric's item. The value is a scalar, so a posted message goes into the body."""
     name, value = post.metric_name, post.value
     declared = job.metric(name)
     if declared is not None:
@@ -198,7 +199,7 @@ def _checked(name: str, value: Any, declared: MetricConfig, pointer: str) -> boo
 
 
 def _redacted(fields: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
-    """Return the redacted fields that contain texts of people or models."""
+    """Return redacted copies of those of ``fields`` that contain texts of people or models."""
     body = fields.get("body", {})
     texts = {name: redactor.replace_all(body[name]) for name in TEXTS if name in body}
     found: dict[str, Any] = {"body": {**body, **texts}} if texts else {}
@@ -224,7 +225,8 @@ def _refuse_names(post: Posted, redactor: Redactor) -> None:
 
 
 def _refuse_weightless(post: Posted, who: Identity) -> None:
-    """Refuse feedback without a weight from a limited key: only metrics are weighted, the rest trains in full."""
+    """Refuse feedback without a weight from a key with a weight limit. Only values of metrics have weights: all other
+    feedback, such as a demonstration, trains with full weight."""
     if who.max_weight >= 1:
         return
     if isinstance(post, Metric):
@@ -260,7 +262,8 @@ def _fingerprint(item: Feedback) -> str:
 
 
 def _bare(text: str) -> str:
-    """Return the canonical id in a posted id: a UUID after an optional prefix, as ``posts`` has checked."""
+    """Return the UUID in a posted id, in lower case and without the optional prefix; ``posts`` has checked the
+    format."""
     return text[-UUID_CHARS:].lower()
 
 

@@ -1,4 +1,5 @@
-"""Finds the online job of an item of feedback: by the mark in its target's id, by name, or as the only running one."""
+"""Finds the online job of an item of feedback: by the job mark at the end of its target's id (``job_mark``), by name,
+or as the only running online job."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ log = logging.getLogger(__name__)
 
 ONLINE = "online_rl"
 LOOK_AGAIN_S = 1.0
-"""Least time between reads of the `jobs` bucket for an unknown job, which may be a new one (seconds)."""
+"""Minimum time between reads of the `jobs` bucket for an unknown job, which may be a new one (seconds)."""
 RETRY_S = 1.0
 MARK_DIGITS = 8
-"""Hex digits of the job mark at the end of a canonical id."""
+"""Number of hex digits at the end of a canonical id that are the job mark (``job_mark``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ class LiveJobs:
         return self._jobs.get(job)
 
     def was_over(self, job: str, time: float) -> bool:
-        """Return True if a job had ended at ``time`` (Unix seconds): later items are never decided."""
+        """Return True if a job had ended at ``time`` (Unix seconds). No leader decides on items that arrived after the
+        end."""
         known = self._jobs.get(job)
         return known is not None and known.finished_at is not None and time >= known.finished_at
 
@@ -117,12 +119,13 @@ class LiveJobs:
         return job.id if job is not None else None
 
     async def of_target(self, target: str, pointer: str) -> LiveJob:
-        """Return the job whose mark is the end of ``target``, the canonical id of an interaction or episode.
+        """Return the online job whose mark is at the end of ``target``, the canonical id of an interaction or episode.
 
         If no known job has this mark, return the only running online job.
 
         Raises:
-            HttpProblem: 410 the job is over; 422 no job, several jobs, or a job that is not online.
+            HttpProblem: 410 the job has ended; 422 the job is of another kind, or no known job has this mark and not
+                exactly one online job runs.
         """
         mark = int(target[-MARK_DIGITS:], 16)
         if mark not in self._marks and mark not in self._others:
@@ -138,10 +141,10 @@ class LiveJobs:
         raise no_job(pointer, f"'{target}' was not given out by an online job that is known here")
 
     async def of_model(self, model: str) -> LiveJob:
-        """Return the job with this name or id, with or without `@VERSION`.
+        """Return the online job with this name or id, with or without `@VERSION`.
 
         Raises:
-            HttpProblem: 410 the job is over, 422 there is none.
+            HttpProblem: 410 the job has ended, 422 there is none.
         """
         name = model.partition("@")[0]
         job = self._named(name)

@@ -39,13 +39,13 @@ class Made:
 
     Args:
         user: pseudonym; everything admitted from the user's conversations is the user's.
-        until: only admissions up to this time (Unix seconds) count: later conversations are not deleted.
-        interactions, feedback: ids of the user's items.
+        until: time (Unix seconds) of the last admission that ``user`` selects; later conversations are not deleted.
+        interactions, feedback: ids of the user's items, which select admissions of any time.
         others: feedback of other users, for which ``decided`` and ``needed`` are computed.
 
     Attributes:
         ordinals: draws whose groups contain the user's data.
-        versions: policy versions that were trained on it, rolled back or not.
+        versions: policy versions that were trained on the data, rolled back or not.
         decided: ids in ``others`` that were admitted, or ended without training.
         low_feedback: sequence in FEEDBACK below which everything is decided.
         seq: sequence of the newest ledger entry that was read.
@@ -61,7 +61,7 @@ class Made:
         self._about: set[int] = set()
         """Draws that contain the data, or whose reward comes from it."""
         self._bodies: dict[int, list[str]] = {}
-        """Draw -> items in ``others`` of which its group is made."""
+        """For each draw whose group consists of items in ``others``: the ids of these items."""
         self._open: set[int] = set()
         """Draws made of the user's data or of ``others`` that are in flight or in a sealed batch."""
         self._sealed: dict[int, _Batch] = {}
@@ -78,7 +78,7 @@ class Made:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Items in ``others`` of which a group may still be made."""
+        """Items in ``others`` whose group a trainer may still request."""
         return frozenset(name for ordinal in self._requestable() for name in self._bodies.get(ordinal, ()))
 
     def _requestable(self) -> set[int]:
@@ -87,7 +87,8 @@ class Made:
         return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))
 
     def _earliest_start(self) -> int:
-        """Return the batch of the checkpoint that a trainer may restart from, or -1; see ``restart.earliest_start``."""
+        """Return the batch of the oldest checkpoint from which a trainer may restart, or -1; see
+        ``restart.earliest_start``."""
         newest = max(self._checkpoints, default=-1)
         before = [number for number in self._checkpoints if number <= self._served]
         return newest if self._served < 0 else min(newest, max(before, default=newest))
@@ -136,7 +137,8 @@ class Made:
             self.versions.add(event.version)
 
     def _roll_back(self, event: LineageForked) -> None:
-        """Apply a fork: the checkpoint before it is now the newest one, so a trainer repeats the batches in between."""
+        """Apply a fork: later checkpoints no longer count, so a trainer repeats the batches from the newest earlier
+        checkpoint up to the fork."""
         rolled_back = [number for number in self._trained if number >= event.from_batch]
         found = [self._trained.pop(number) for number in rolled_back] + list(self._sealed.values())
         self._sealed.clear()
@@ -182,7 +184,8 @@ def is_of_user(admission: Admission, user: str, until: float) -> bool:
 
 
 async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
-    """Delete the groups of these draws, also in dead letters, even if they wait for training; return their number.
+    """Delete the groups of these draws from EXPERIENCE and from the dead letters, even groups that wait for training.
+    Return the number of deleted groups.
 
     Raises:
         Unavailable: the bus went away; safe to repeat.

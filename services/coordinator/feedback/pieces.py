@@ -29,7 +29,8 @@ async def data_of(bus: Bus, stream: str, first: Message) -> bytes:
 
 
 async def erase_message(bus: Bus, stream: str, first: Message) -> None:
-    """Overwrite a payload and delete it, its first message last: while that exists, a search finds the rest."""
+    """Overwrite and delete the messages of a payload, the first one last: a search needs the first one to find the rest
+    after an interruption."""
     for piece in reversed(await pieces_of(bus, stream, first)):
         await bus.delete_message(stream, piece.seq)
 

@@ -54,13 +54,13 @@ __all__ = [
 ]
 
 MAX_ITEMS = 256
-"""Most items of one batch."""
+"""Maximum number of items in one batch."""
 MAX_TOKENS = 131_072
-"""Most tokens of prompt and completion of one posted interaction."""
+"""Maximum number of tokens in one posted interaction, prompt and completion together."""
 MAX_COMMENT, MAX_TEXT = 8192, 1 << 17
-"""Most characters of a comment, and of a demonstration or an answer as text."""
+"""Maximum number of characters in a comment, and in a demonstration or an answer that is a text."""
 MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
-"""Most tags of one request, episode or item of feedback; most characters of their keys and values."""
+"""Maximum number of tags of one request, episode or item of feedback, and of characters in a tag's key and value."""
 LOGPROB_SLACK = 1e-6
 """Amount by which rounding may lift a log-probability above 0."""
 
@@ -111,7 +111,7 @@ class _Post(BaseModel):
 
     @property
     def named_user(self) -> str:
-        """User whose feedback it is, as stated by the sender; '' if not stated."""
+        """Name of the user who gave the feedback, as the sender states it; '' if the sender states none."""
         return self.user or self.tags.get(USER_TAG, "")
 
 
@@ -236,7 +236,8 @@ _PROMPT_KEYS = ("model", "messages", "prompt_token_ids")
 
 
 def _kind(value: Any) -> str:
-    """Return the union member that a body is meant as, so that only the flaws of that member are reported."""
+    """Return the tag of the union member that ``value`` is meant as, so that validation reports only the errors of that
+    member."""
     if not isinstance(value, dict):
         return "inference"
     kind = value.get("kind")

@@ -64,11 +64,12 @@ class Consents:
         self._known: dict[str, bool] = {}
 
     def of(self, pseudonym: str) -> bool | None:
-        """Return True if a user may be trained on, False if not, None without a decision of the user."""
+        """Return the user's consent: True if jobs may train on the user's data, False if not, None if the user has not
+        decided."""
         return self._known.get(pseudonym)
 
     def opted_out(self, pseudonym: str) -> bool:
-        """Return True if a user refused to be trained on."""
+        """Return True if the user has refused training on the user's data."""
         return self.of(pseudonym) is False
 
     async def say(self, pseudonym: str, *, train: bool) -> None:
@@ -100,7 +101,8 @@ class Consents:
 
 
 def objection(said: bool | None, consent: Consent) -> str:
-    """Return why a job that requires ``consent`` must not train on a user, or ''; ``said``: see ``Consents.of``."""
+    """Return the reason why a job that requires ``consent`` must not train on a user's data, or '' if it may. ``said``
+    is the user's consent, as ``Consents.of`` returns it."""
     if said is False:
         return "opted_out"
     return "no_consent" if said is None and consent == "opt_in" else ""

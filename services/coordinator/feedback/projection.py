@@ -1,9 +1,9 @@
 """Tables of posted items and their status: a SQLite file that can be deleted at any time and is then rebuilt.
 
-Each process has one file: the first free one of a numbered series in the data directory, held by a kernel lock, so that
-a restarted process finds a complete file, its own or another. The file stores how far each stream was read.
+Each process locks one file, the first free one of a numbered series in the data directory. So a restarted process finds
+a complete file, which it or another process has written. The file stores how far each stream was read.
 
-It contains no user and no text, because SQLite leaves copies of rows behind when it splits pages, also with
+The file contains no user and no text, because SQLite leaves copies of rows behind when it splits pages, also with
 secure_delete.
 """
 
@@ -31,17 +31,18 @@ SCHEMA = 4
 """Schema version; files of another version are rebuilt."""
 MAX_FILES = 64
 CHECKPOINTS, CHECKPOINT_S = 3, 0.5
-"""Attempts, and pause between them (seconds), to remove deleted rows from the write-ahead log."""
+"""Number of attempts to remove deleted rows from the write-ahead log, and the pause between them (seconds)."""
 CHUNK = 256
-"""Ids in one query."""
+"""Maximum number of ids in one query."""
 
 Place = tuple[str, str, int]
-"""Stream, its creation time, and the sequence up to which it was read."""
+"""``(stream, its creation time, sequence up to which it was read)``."""
 Target = tuple[str, str, int]
 """Target of feedback: (interaction, its episode ('' if that is no UUID), its sequence), or (episode, '', 0)."""
 
 CACHE = "cache_size = -65536"
-"""64 MiB of pages: ids are random, so every item touches another page (with 2 MiB: half as many items per second)."""
+"""Page cache of 64 MiB. Ids are random, so every item touches another page: with 2 MiB, half as many items per second
+are written."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS place (stream TEXT PRIMARY KEY, created TEXT NOT NULL, seq INTEGER NOT NULL);
@@ -70,12 +71,13 @@ CREATE TABLE IF NOT EXISTS leader (job TEXT PRIMARY KEY, epoch INTEGER NOT NULL)
 
 
 def _columns(count: int) -> str:
-    """Return SQL for the columns of a row in the parameter ``?1``: a JSON array of rows, each an array."""
+    """Return SQL that extracts ``count`` columns from the parameter ``?1``, a JSON array of rows, each an array."""
     return ", ".join(f"json_extract(value, '$[{place}]')" for place in range(count))
 
 
 _REMAINS = "json_extract(value, '$[0]') NOT IN (SELECT id FROM erased)"
-"""Condition for rows that are not erased: streams are read independently, so a deleted id may appear in another."""
+"""Condition for rows that are not erased. Streams are read independently, so an id may still appear in one stream after
+its deletion was read from another."""
 
 # One statement writes all rows: sqlite3 releases the interpreter lock at every step, and while the event loop is busy,
 # gets it back only after the switch interval. Row by row that is a few hundred rows per second.
@@ -130,12 +132,12 @@ DELETE FROM target WHERE seq = 0 AND id IN (SELECT episode FROM target WHERE id 
     SELECT 1 FROM target AS turn WHERE turn.episode = target.id AND turn.id NOT IN (SELECT id FROM erased)
   )
 """
-"""Deletes episodes whose turns are all erased, while these turns are still in ``target``."""
+"""Deletes episodes whose turns are all erased. Must run before the erased turns are deleted from ``target``."""
 _DELETE = f"DELETE FROM {{}} WHERE id IN (SELECT {_columns(1)} FROM json_each(?1))"
 
 
 def open_projection(directory: Path) -> Projection:
-    """Open the first file of the directory that no other process holds; a broken one is rebuilt."""
+    """Open the first file of the directory that no other process holds; rebuild the file if it is broken."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(MAX_FILES):
         lock = (directory / f"feedback-{number}.lock").open("wb")
@@ -177,7 +179,8 @@ class LeaderEpochs:
         self.epochs = dict(epochs or {})
 
     def is_gone(self, job: str, epoch: int) -> bool:
-        """Return True if a later leader has published before this message, else record its epoch; 0: no leader."""
+        """Return True if a later leader of the job has already published; else record ``epoch`` and return False. Epoch
+        0 means that no leader sent the message."""
         newest = self.epochs.get(job, 0)
         if 0 < epoch < newest:
             return True
@@ -204,7 +207,7 @@ class Projection:
         self._reader = _connect(path)
 
     def _check(self) -> None:
-        """Raise sqlite3.DatabaseError if this build cannot use the file."""
+        """Raise sqlite3.DatabaseError if the file is damaged, or has another schema version."""
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
         tables = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if version != SCHEMA and (version or tables):
@@ -251,7 +254,7 @@ class Projection:
         kept: Iterable[tuple[int, Feedback]] = (),
         epochs: Mapping[str, int] | None = None,
     ) -> None:
-        """Write the contents of messages, and the positions up to which the streams are read with them, atomically.
+        """Write the contents of messages, and how far the streams are read with them, in one transaction.
 
         Args:
             posts: items of feedback, each with the sequence of its message.
@@ -284,7 +287,7 @@ class Projection:
             self._empty_log()
 
     def _empty_log(self) -> None:
-        """Remove deleted rows from the write-ahead log, which readers can prevent. Raises sqlite3.OperationalError."""
+        """Remove deleted rows from the write-ahead log. Raises sqlite3.OperationalError if readers prevent that."""
         for _ in range(CHECKPOINTS):
             if not self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
                 return
@@ -305,7 +308,7 @@ class Projection:
         return {row[0] for row in self._in("SELECT id FROM target WHERE id IN ({})", ids)}
 
     def episodes(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the episode of each interaction that is recorded in one."""
+        """Return the episode of each interaction of ``ids`` that is recorded in an episode."""
         query = "SELECT id, episode FROM target WHERE episode != '' AND id IN ({})"
         return {row[0]: row[1] for row in self._in(query, ids)}
 

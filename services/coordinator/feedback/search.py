@@ -1,8 +1,8 @@
 """Finds a user's data in the streams: interactions, feedback, and copies of both among the dead letters.
 
 Streams are searched completely, because an incomplete index would miss data that must be deleted. A message that does
-not decode is the user's if its bytes contain their pseudonym or the id of another deleted item, which are stored as
-text.
+not decode belongs to the user if its bytes contain the user's pseudonym or an id of the user's data; messages store
+both as text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Found:
     """Data of a user in one job."""
 
     interactions: defaultdict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
-    """Messages by id: a response that was interrupted and completed has two, one that is a dead letter has none."""
+    """Messages by interaction id. A response that was interrupted and completed has two messages; one that is stored
+    only as a dead letter has none."""
     episodes: set[str] = field(default_factory=set)
     feedback: set[str] = field(default_factory=set)
     mixed: list[tuple[Place, list[Feedback]]] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Found:
     """Ids of interactions and feedback that earlier deletions of the user named."""
 
     def covers(self, item: Feedback) -> bool:
-        """Return True if an item is about one of these interactions or episodes."""
+        """Return True if ``item`` refers to an interaction or episode of the user."""
         targets = (item.inference, item.body.get("rejected"))
         return item.episode in self.episodes or any(id in self.interactions or id in self.gone for id in targets)
 
@@ -71,7 +72,7 @@ class _Unreadable(NamedTuple):
 
 
 class Search:
-    """Searches once for the data of one user (a pseudonym)."""
+    """Search for all data of one user, whose pseudonym is ``user``. An instance searches only once."""
 
     def __init__(self, bus: Bus, user: str, pseudonym: Callable[[str], str]) -> None:
         self._bus, self._user, self._pseudonym = bus, user, pseudonym

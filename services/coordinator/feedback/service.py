@@ -113,15 +113,16 @@ class FeedbackService:
     # -- posts -------------------------------------------------------------------------------------------------------
 
     def pseudonym(self, user: str) -> str:
-        """Return the pseudonym of a user for stored records; '' for no user. Raises Unavailable before it is loaded."""
+        """Return the pseudonym of a user for stored records; '' for no user. Raises Unavailable before the secret key
+        is loaded."""
         return self.pseudonyms.of(user)
 
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
         """Store validated posts (``FeedbackPost``); return for each a ``FeedbackReply`` once on disk, or its refusal.
 
         ``key`` is the request's Idempotency-Key: a post without an id gets one from the key and its position, so that a
-        repeated request never has a second effect. Posts that validation refused are passed as their problem and
-        returned unchanged, because the others keep their positions.
+        repeated request never has a second effect. If validation refused a post, ``posts`` has its problem in that
+        place, which is returned unchanged; so the other posts keep their positions.
         """
         prepared = [await self._prepare(post, caller, key, place) for place, post in enumerate(posts)]
         items = [
@@ -174,7 +175,8 @@ class FeedbackService:
                 raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
 
     def _refuse_old(self, item: Feedback, chosen: bool) -> None:
-        """Refuse an item whose id or target is so old that a replica may no longer know an earlier post of it."""
+        """Refuse an item if its chosen id or its target was created so long ago that a replica may have forgotten
+        earlier feedback with the same id or target."""
         if self._ids_keep_s is None:
             return
         oldest = bus_time() - self._ids_keep_s
@@ -229,7 +231,8 @@ class FeedbackService:
         }  # fmt: skip
 
     async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
-        """Return the episode of each interaction (both canonical UUIDs) that is recorded in an episode with a UUID."""
+        """Return the episode of each interaction that is recorded in an episode with a UUID. All ids are canonical
+        UUIDs."""
         found = await self.index.episodes(interactions)
         if len(found) < len(interactions):
             await self.index.catch_up(subjects.INTERACTIONS)
@@ -237,7 +240,7 @@ class FeedbackService:
         return found
 
     async def _record(self, message: Message) -> Interaction | None:
-        """Return an interaction, or None if it was overwritten at its user's request."""
+        """Return the interaction in a message; None if it cannot be read, as after the deletion of its user's data."""
         try:
             return await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction)
         except (ProtocolError, NotFound):
@@ -269,7 +272,8 @@ class FeedbackService:
         return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
 
     def after_end(self, record: Interaction) -> Row | None:
-        """Return the decision (``InteractionDecision``) on an undecided response that ended after its job, or None."""
+        """Return the rejection (``InteractionDecision``) of an undecided response that ended after its job had ended;
+        None if the response ended earlier."""
         if not self.jobs.was_over(record.job, record.ended):
             return None
         return {**ENDED, "ordinal": None, "trained": None, "time": record.ended}
@@ -351,7 +355,8 @@ class FeedbackService:
             del self._erasing[report.user]
 
     async def _forget(self, seq: int) -> None:
-        """Delete the indexes of processes that are gone, and wait until this process's has read FEEDBACK to ``seq``.
+        """Delete the indexes of processes that are gone; wait until the index of this process has read FEEDBACK up to
+        ``seq``.
 
         Raises:
             Unavailable: the index did not reach ``seq`` in time.
@@ -363,8 +368,8 @@ class FeedbackService:
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
     """Return sender and id of a post.
 
-    An episode key counts as the key that made it. Ids that holders of episode keys choose are unique only within their
-    episode, so the stored id also depends on the episode.
+    The sender of a post with an episode key is the key that created the episode key. Ids that holders of episode keys
+    choose are unique only within their episode, so the stored id also depends on the episode.
     """
     sender = caller.sender
     if post.feedback_id is not None:
@@ -394,7 +399,8 @@ def _reply(item: Feedback, stored: Stored | None, known: set[str]) -> Row:
 
 
 def _refusal(error: PenstockError) -> HttpProblem:
-    """Return the response for an error: a valid item may be sent again with the same id."""
+    """Return the problem that answers an error: 503 unless ``error`` is a problem already. After a 503 the sender may
+    send the item again with the same id."""
     if isinstance(error, HttpProblem):
         return error
     code = "ingest_backlog_full" if isinstance(error, StreamFull) else "ingest_unavailable"

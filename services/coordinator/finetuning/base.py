@@ -28,7 +28,8 @@ CHAT = {"messages": "messages", "answer": None}
 
 
 class _Length(BaseModel):
-    """Batch size and length of the training in the file; the job's validation checks the rest of section ``train``."""
+    """Batch size and length of the training that a base model file sets; the job's validation checks the other keys of
+    section ``train``."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,7 +40,8 @@ class _Length(BaseModel):
 
 @dataclass(frozen=True)
 class BaseModelFile:
-    """A partial job file. ``name``: the base model's, '' for a model directory or a checkpoint without base model."""
+    """A partial job file. ``name``: name of the base model; '' for a model directory, or a checkpoint without a base
+    model."""
 
     name: str
     sections: Mapping[str, Any]
@@ -61,7 +63,8 @@ class BaseModelFile:
         return self._length.data_epochs or 1
 
     def updates(self, epochs: int, rows: int, groups: int) -> int:
-        """Return the number of policy updates of a job; the file's ``max_updates`` is an upper bound."""
+        """Return the number of policy updates for ``epochs`` passes over ``rows`` rows, with ``groups`` rows per
+        update; the file's ``max_updates`` is an upper bound."""
         most = max(1, epochs * rows // groups)
         return min(most, self._length.max_updates or most)
 
@@ -89,7 +92,8 @@ class BaseModelFile:
         return dict(self.sections.get(name, {}))
 
     def with_model(self, path: str) -> BaseModelFile:
-        """Return the same base with another directory of weights and the same tokenizer."""
+        """Return the same base with other weights and the same tokenizer. ``path``: model directory, or reference to a
+        checkpoint."""
         kept = {key: value for key, value in self.section("model").items() if key not in ("path", "config")}
         return BaseModelFile(self.name, {**self.sections, "model": {**kept, "path": path}})
 
@@ -115,7 +119,7 @@ def open_base(model: str, folder: Path | None) -> BaseModelFile:
 
 
 def _check(base: BaseModelFile, path: Path) -> None:
-    """Validate a base model file, with the name of the file in the errors."""
+    """Validate a base model file. Errors contain the file's name."""
     sections = ("algorithm", "data", "evaluation", "limits", "model", "optimizer", "reward", "train")
     if wrong := [name for name in sections if not isinstance(base.sections.get(name, {}), dict)]:
         raise ConfigError(f"base model file {path.name}: '{wrong[0]}' must be a mapping")

@@ -92,7 +92,8 @@ _PLACES = {
     "data.eval": "/validation_file",
     "metadata": "/metadata",
 }
-"""Field of the request that sets a key of the job file; all other keys come from the base model."""
+"""For keys of the job file that the request sets: pointer to the request's field. All other keys come from the base
+model's file."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,12 @@ def _reinforcement(wanted: FineTuningRequest) -> Reinforcement:
 
 
 def _reward(base: BaseModelFile, scorer: GraderScorer) -> RewardConfig:
-    """Return the reward section. The base model's file may set time limits, which must allow the grader's deadline."""
+    """Return the job's reward section with ``scorer``. Time limits that the base model's file sets must allow the
+    scorer's deadline.
+
+    Raises:
+        HttpProblem: 422, the resulting section is invalid.
+    """
     given = {"timeout_s": 2 * scorer.deadline_s, **base.section("reward"), "scorers": [scorer]}
     try:
         return RewardConfig.model_validate(given)
@@ -221,7 +227,8 @@ def _validated(raw: dict[str, Any]) -> JobConfig:
 
 
 def _pointer(key: str, detail: str) -> str:
-    """Return the request field for a flaw; cross-field rules have no key, so their text is searched as well."""
+    """Return the pointer to the request field that caused a flaw. Errors of cross-field rules have no key, so
+    ``detail`` is searched for a key, too."""
     for text in (key, detail):
         for known, place in _PLACES.items():
             if text.startswith(known):

@@ -124,7 +124,7 @@ class FineTuningJob(BaseModel):
 
 
 class _Page(BaseModel):
-    """One page, newest first; ``after`` with the id of the last entry gets the next."""
+    """One page, newest first. Pass the id of its last entry as ``after`` to get the next page."""
 
     object: Literal["list"] = "list"
     has_more: bool = False

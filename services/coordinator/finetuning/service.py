@@ -37,7 +37,7 @@ ALL = 1_000_000
 
 
 class FineTuningService:
-    """Jobs that came from fine-tuning requests; methods with a job id raise NotFound for other jobs."""
+    """Jobs that fine-tuning requests created. Methods that take a job id raise NotFound for a job created otherwise."""
 
     def __init__(
         self, submissions: Submissions, files: FileStore, settings: ServiceSettings, *, jobs: JobStore,

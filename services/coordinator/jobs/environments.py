@@ -19,9 +19,10 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["check_camera", "check_held_out", "check_spec", "describe_environment"]
 
 LEAST_S = 5.0
-"""Shortest deadline for describing a simulator (seconds), where a job's first one took nearly all of the time."""
+"""Shortest deadline for the description of one simulator (seconds), even if a job's first simulator took nearly all of
+the time."""
 REST_BYTES = 96
-"""Bytes of a stored decision beside its arrays: spans, padding of the frame."""
+"""Bytes that a decision of the policy takes in a stored group beyond its arrays: version spans, and padding."""
 
 
 async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float, camera: bool = False) -> EnvSpec:
@@ -56,7 +57,7 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
     """Check that policy and budgets of a job fit its simulator.
 
     Raises:
-        ConfigError: they do not; names the key, and the simulator's value.
+        ConfigError: the policy or a budget does not fit; the message names the key and the simulator's value.
     """
     policy, where = config.policy, f"{spec.backend} '{spec.env_id}'"
     unknown = [name for name in policy.observations if name not in spec.observations]

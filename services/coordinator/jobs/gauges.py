@@ -29,7 +29,7 @@ VERSION = metrics.gauge(
 
 
 class JobGauges:
-    """Gauges of one job's metrics. A new row of a kind removes the values that only the last row of that kind had."""
+    """Gauges of one job's metrics. They show the newest row of each kind: values that a new row lacks are removed."""
 
     def __init__(self, job: str) -> None:
         self._job = job

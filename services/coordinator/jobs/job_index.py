@@ -26,7 +26,7 @@ from penstock.shared.transport.bus import Entry, KeyValue
 __all__ = ["JobEntry", "JobIndex", "decode_stored", "entry_of"]
 
 Order = Literal["asc", "desc"]
-"""Order by id, which is the order of creation."""
+"""Ascending or descending order of ids, which is the order of creation."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,8 @@ _decoder = msgspec.json.Decoder(_Stored)
 class JobEntry(msgspec.Struct, frozen=True, gc=False):
     """A job's summary; ``record`` decodes the whole record.
 
-    The garbage collector skips entries: they form no cycles, and a pass over ten thousand of them holds up a page.
+    The garbage collector does not track entries: they form no cycles, and a collection that traverses ten thousand
+    entries would delay a request.
     """
 
     id: str
@@ -95,7 +96,7 @@ class JobEntry(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def trains(self) -> bool:
-        """True if jobs of its kind have a trainer, a ledger and checkpoints."""
+        """True if jobs of this kind have a trainer, a ledger and checkpoints."""
         return trains({"kind": self.kind})
 
     @property
@@ -133,7 +134,7 @@ def entry_of(key: str, value: bytes, revision: int) -> JobEntry:
 
 
 def _byte_budget(spec: _Spec) -> int:
-    """Return the bytes that the job may have in EXPERIENCE; a deployment stores no groups."""
+    """Return the maximum number of bytes of the job in EXPERIENCE; 0 for a deployment, which stores no groups."""
     return 0 if spec.kind == "serving" else int(spec.limits.get("byte_budget", DEFAULT_BYTE_BUDGET))
 
 

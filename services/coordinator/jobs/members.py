@@ -1,4 +1,4 @@
-"""Registry of worker processes, built from their heartbeats, with reports of lost and returned ones. Pure."""
+"""Registry of worker processes, built from their heartbeats, with reports of lost and returned workers. Does no I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORGET_AFTER_S = 600.0
 HISTORY_S = 300.0
 """Time for which states of a worker are kept (seconds)."""
 PROBLEM_S = 300.0
-"""Least time between two reports of problems of one worker with one job (seconds)."""
+"""Minimum time between two reports of problems of one worker with one job (seconds)."""
 MOST_SPANS = 200
 """Maximum states of a worker for one job; the oldest are dropped first."""
 
@@ -57,7 +57,7 @@ class History:
         self._spans: dict[str, deque[Span]] = {}
 
     def note(self, beat: Heartbeat, now: float) -> None:
-        """Extend the newest span of each job of a heartbeat, or begin a new one; drop jobs without recent spans."""
+        """For each job in a heartbeat, extend the newest span or begin a new one; drop jobs without recent spans."""
         for job, row in beat.jobs.items():
             spans = self._spans.setdefault(job, deque(maxlen=MOST_SPANS))
             if spans and now - spans[-1].end > _silence(beat):

@@ -12,7 +12,8 @@ from penstock.shared.protocol.parts import part_subject
 __all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished", "without_interactions"]
 
 FULL_SHARE = 0.7
-"""Fill level of a stream above which the oldest finished job loses its messages there; audit and replay report it."""
+"""Fill level of a stream above which the messages of the oldest finished job are purged from it; audit and replay of
+that job report the loss."""
 GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.EXPERIENCE: subjects.experience,
     subjects.BATCHES: subjects.batches,
@@ -52,7 +53,7 @@ def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: 
     """Refuse a job whose byte budget does not fit beside the byte budgets of running jobs.
 
     Raises:
-        ConfigError: it does not fit; names the numbers.
+        ConfigError: the budget does not fit; the message has the numbers.
     """
     running = [job for job in jobs if not job.finished]
     taken = sum(job.byte_budget for job in running)

@@ -31,7 +31,8 @@ PROBE_S = 2.0
 
 
 class Scaler:
-    """Scales the workers of the deployment; ``run`` executes pending operations, only the newest of each pool."""
+    """Scales the workers of the deployment: ``run`` executes pending operations. For each pool only the newest one
+    counts."""
 
     def __init__(self, bus: Bus, store: JobStore) -> None:
         self._bus, self._store = bus, store
@@ -53,7 +54,8 @@ class Scaler:
             self._under_way.clear()
 
     async def _begin(self, job: str, operation: Operation) -> None:
-        """Start an operation, unless a newer one exists for the same pool."""
+        """Start an operation, and mark a running older one for the same pool as failed. If a newer one is running, mark
+        ``operation`` as failed instead."""
         pool = str(operation.args["pool"])
         before = self._under_way.get(pool)
         if before is not None:
@@ -68,14 +70,14 @@ class Scaler:
         self._under_way[pool] = (job, operation, asyncio.create_task(self._carry_out(job, operation)))
 
     async def _superseded(self, job: str, operation: Operation) -> None:
-        await self._finish(job, operation, state="failed", message="a newer wish for the same workers replaced it")
+        await self._finish(job, operation, state="failed", message="a newer request for the same workers replaced it")
 
     async def _carry_out(self, job: str, operation: Operation) -> None:
         pool, replicas = operation.args["pool"], int(operation.args["replicas"])
         deadline, problem = time.monotonic() + DEADLINE_S, ""
         while time.monotonic() < deadline:
             try:
-                reply = await self._ask(pool, replicas, ASK_S, wish=operation.id)
+                reply = await self._ask(pool, replicas, ASK_S, operation=operation.id)
             except Conflict:
                 await self._superseded(job, operation)
                 return
@@ -90,8 +92,8 @@ class Scaler:
             await asyncio.sleep(POLL_S)
         await self._finish(job, operation, state="failed", message=f"not within {DEADLINE_S:g} s: {problem}")
 
-    async def _ask(self, pool: Pool, replicas: int | None, deadline_s: float, *, wish: str = "") -> ScaleReply:
-        request = ScaleRequest(pool=pool, replicas=replicas, wish=wish)
+    async def _ask(self, pool: Pool, replicas: int | None, deadline_s: float, *, operation: str = "") -> ScaleReply:
+        request = ScaleRequest(pool=pool, replicas=replicas, operation=operation)
         data = await self._bus.request(subjects.SCALE, pack(request), deadline_s=deadline_s)
         return unpack(data, ScaleReply)[0]
 

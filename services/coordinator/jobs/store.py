@@ -1,4 +1,4 @@
-"""Job records in the `jobs` bucket: one atomic write is both the state and the notification."""
+"""Job records in the `jobs` bucket. A change is one atomic write, which also notifies the watchers of the bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 CAS_TRIES = 20
 MAX_OPERATIONS = 16
-"""Number of operations that a record keeps."""
+"""Maximum number of operations in a record."""
 
 
 class JobStore:
@@ -226,7 +226,7 @@ def _total_steps(config: AnyJob) -> int | None:
 
 
 def _wanted(record: JobRecord, changes: dict[str, Any]) -> JobRecord:
-    """Return the record with a change that the user requested, under a new generation."""
+    """Return the record with ``changes`` that the user requested, under a new generation."""
     return record.model_copy(update={**changes, "generation": record.generation + 1, "changed_from": record.revision})
 
 

@@ -21,7 +21,7 @@ Type = Literal[
 def conditions(
     run: JobRun, job: str, members: Members, before: Sequence[Condition], *, clock: float, now: datetime
 ) -> list[Condition]:
-    """Return every condition; its transition time changes only when its status changes."""
+    """Return every condition of the job. A condition whose status is as in ``before`` keeps its transition time."""
     known = {condition.type: condition for condition in before}
     found = []
     for type_, (status, reason, message) in _facts(run, job, members, clock).items():
@@ -32,7 +32,7 @@ def conditions(
 
 
 Fact = tuple[Literal["True", "False", "Unknown"], str, str]
-"""Status, reason as one word, and message."""
+"""Status of a condition, its reason as one word, and its message."""
 
 
 def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, Fact]:
@@ -68,7 +68,7 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
 
 
 def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
-    """Return the fact for `ClocksAgree`: decisions use the bus's clock, so all others must agree with it."""
+    """Return status, reason and message of `ClocksAgree`: all clocks match that of the bus, which decisions use."""
     alive = [member.beat for service in ("coordinator", *run.config.services) for member in members.of(service, clock)]
     known = [(beat.worker, beat.clock_skew_s) for beat in alive if beat.clock_skew_s is not None]
     wrong = [f"{worker} {skew_s:+.1f} s" for worker, skew_s in known if abs(skew_s) > MAX_SKEW_S]

@@ -52,7 +52,7 @@ SUSPECT_LEASES = 2.0
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
 """Streams whose dead letters belong to no draw."""
 SHOWN_BYTES = 4096
-"""Bytes of a payload that the API shows."""
+"""Maximum number of bytes of a payload that the API shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ class Suspects:
             num_leased: number of these messages that are under lease, counted before the messages were listed.
             held: draws that live workers report to hold.
             now: monotonic seconds.
-            ripe_s: seconds for which a message must look dead while others are under lease; half of that while none is,
-                and not 0, because a restarted server forgets its leases before it counts them again.
+            ripe_s: seconds for which a message must look dead while others are under lease. While none is, half of this
+                time is enough. It is not 0, because a restarted server reports no leases at first.
         """
         num_dead = len(delivered) - num_leased
         suspects = [seq for seq, draw in delivered.items() if draw not in held]
@@ -174,7 +174,7 @@ class DeadLetterScanner:
         }
 
     async def _hand_over(self, queue: _Queue, message: Message) -> None:
-        """Pass a message to its job's leader; without one, the message waits for the next scan or the job's end."""
+        """Pass a message to its job's leader. If none is ready, it waits for the next scan or the job's end."""
         runner = self._runners.get(queue.job)
         if runner is None or not runner.ready:
             return
@@ -191,7 +191,7 @@ class DeadLetterScanner:
 
 
 async def _leave_to_scan(work: Awaitable[None]) -> None:
-    """Run ``work``; if the bus is away or another coordinator was faster, the next scan repeats it."""
+    """Run ``work``; log Unavailable and NotFound instead of raising them, because the next scan repeats the work."""
     try:
         await work
     except (Unavailable, NotFound) as error:
@@ -234,11 +234,12 @@ def _flaw_of(stream: str, message: Message) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A dead letter.
+    """Copy of a dead message in DEAD; a large payload takes several messages there.
 
     Attributes:
-        first: its first message. If DEAD lacks that, each other part is a dead letter of its own, and its ``first``.
-        places: position in the payload, from 0, and sequence in DEAD of each of its messages.
+        first: message with part 0 of the payload. If DEAD lacks part 0, each other part is a dead letter by itself,
+            with that part as ``first``.
+        places: position in the payload (from 0) and sequence in DEAD of each message.
     """
 
     first: Message
@@ -251,7 +252,7 @@ class DeadLetter:
 
     @property
     def stream(self) -> str:
-        """Stream of the message that it copies."""
+        """Stream of the message that the dead letter copies."""
         return origin_of(self.first)[0]
 
 
@@ -277,7 +278,11 @@ async def read_dead_letters(bus: Bus, job: str, *, start_seq: int = 1) -> list[D
 
 
 async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
-    """Return the parts of the payload that exist, joined, and their number. Raises Unavailable."""
+    """Join the parts of a dead letter's payload that the stream DEAD still has; return bytes and number of parts.
+
+    Raises:
+        Unavailable: the parts cannot be read.
+    """
     places = dict(dead_letter.places)
     found = await bus.get_many(subjects.DEAD, places.values())
     pieces = [found[places[place]].data for place in sorted(places) if places[place] in found]

@@ -52,7 +52,7 @@ class DesiredState:
 
     @property
     def cancel_now(self) -> bool:
-        """True if the job must end without waiting any longer."""
+        """True if the job must end at once: a user forces it, or the grace period of a cancellation has passed."""
         late = bool(self._cancelled_at) and time.monotonic() - self._cancelled_at > CANCEL_GRACE_S
         return self.record.force or late
 
@@ -102,8 +102,8 @@ class DesiredState:
     ) -> list[Operation]:
         """Replay the dead letters that the user requested; return the finished operations.
 
-        For most dead letters the run draws the prompt again, once a slot in flight is free, which the run reserves.
-        Interactions and feedback return to their stream through ``supply``.
+        Interactions and feedback return to their stream through ``supply``. For any other dead letter the run draws the
+        prompt again once a slot for a draw in flight is free; the run reserves the next free slot.
         """
         done = []
         for operation in self._pending("replay_dead_letter"):
@@ -184,7 +184,7 @@ class DesiredState:
 
 
 async def _requeue(run: JobRun, supply: Supply | None, letter: LiveDeadLetter) -> int:
-    """Store an interaction or feedback again; see ``Supply.requeue``. Raises Conflict: the job accepts none."""
+    """Store an interaction or feedback again; see ``Supply.requeue``. Raises Conflict if the job accepts neither."""
     if supply is None or run.state.finished:
         ended = run.state.finished or "not fed by feedback"
         raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")

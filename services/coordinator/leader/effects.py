@@ -43,7 +43,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
-"""Requests the groups of draws; safe to repeat."""
+"""Callback that requests or publishes the groups of draws; safe to repeat."""
 MAX_REASON = 500
 ASK_AGAIN_S = 2.0
 """Interval at which a command to the trainer is repeated until the ledger shows its result (seconds)."""
@@ -58,14 +58,14 @@ _ID = re.compile(r"batch:[^:]+:(\d+)\.")
 
 
 class EffectPublisher:
-    """Publishes the effects of one job's decisions. ``retry`` reports the waits for the bus."""
+    """Publishes the effects of one job's decisions. ``retry`` repeats writes while the bus is away."""
 
     def __init__(self, bus: Bus, job: str, epoch: int, retry: Retry | None = None) -> None:
         self.bus, self.job, self.epoch = bus, job, epoch
         self.retry = retry or Retry(job)
 
     async def publish(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
-        """Publish the effects of committed events; ``order`` requests the groups, by default with tickets."""
+        """Publish the effects of committed events. ``order`` requests groups for new draws, by default by ticket."""
         for number in effects.announce:
             await self._announce(run, number)
         await self.delete(effects.delete)  # first: the replacement may need as much space
@@ -98,10 +98,10 @@ class EffectPublisher:
             await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
 
     async def publish_again(self, run: JobRun, draws: Sequence[Draw], seq: int) -> None:
-        """Publish tickets anew for those of ``draws`` that still wait for a group; a leaving worker gave them back.
+        """Publish new tickets for those of ``draws`` that still wait for a group, after a leaving worker returned them.
 
-        The new messages have all their deliveries left, because a worker that leaves is no failure. ``seq``: sequence
-        number of the old message in TICKETS, which makes a repeated call store nothing more.
+        A new ticket has all its deliveries left, because a worker that leaves is no failure. ``seq``: sequence number
+        of the old ticket in TICKETS; with it, a repeated call stores no second copy.
         """
         in_flight = set(run.state.in_flight) - run.candidates.keys()
         tickets = [msgspec.structs.replace(self._ticket(run, draw), begun=True) for draw in draws if draw in in_flight]
@@ -141,7 +141,7 @@ class EffectPublisher:
                 logger.debug("message %d of %s was not deleted: %s", seq, stream, error)
 
     async def copy_to_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
-        """Copy a payload to DEAD before it is deleted; return the number of its messages.
+        """Copy a payload to the stream DEAD before it is deleted; return the number of messages of the payload.
 
         If a wrong header names too many messages, those of other payloads are left out. Safe to repeat, also if the
         payload is gone. Waits while the bus is away. If DEAD is full, the copy is lost, an error is logged, and the job
@@ -164,10 +164,10 @@ class EffectPublisher:
         return count
 
     async def copy_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
-        """Copy messages to DEAD and leave them in place, because a coordinator of another version may read them.
+        """Copy messages to DEAD but do not delete them, because a coordinator of another version may read them.
 
-        Returns the messages that had no copy before, since later leaders read the same messages again. Waits while the
-        bus is away.
+        Returns the messages that had no copy before: a later leader reads the same messages, but copies none again.
+        Waits while the bus is away.
         """
         known = await self._dead_origins() if messages else set()
         new = [one for one in messages if (one.stream, str(one.seq)) not in known]
@@ -182,7 +182,7 @@ class EffectPublisher:
         return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
 
     async def copy_refused(self, run: JobRun, events: Sequence[Event]) -> None:
-        """Copy the groups that the trainer refused to DEAD, before the decision that deletes them."""
+        """Copy to DEAD the groups that the trainer refused, before the decision that deletes them."""
         reason = next((event.reason for event in events if isinstance(event, BatchRefused)), "")
         again = [draw for event in events if isinstance(event, BatchRefused) for draw in event.bad]
         dropped = [event for event in events if isinstance(event, Dropped) and event.reason == "refused"]
@@ -235,9 +235,10 @@ def batch_id(job: str, number: int, revision: int, epoch: int) -> str:
 
 
 async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
-    """Purge the manifests of a job before the first one above batch ``up_to``; return how many.
+    """Purge the manifests of a job up to batch ``up_to``; return the number of purged manifests.
 
-    A running job can spare those that its newest checkpoint covers: a restarted trainer repeats only the later ones.
+    A running job no longer needs the manifests of batches that its newest checkpoint covers, because a restarted
+    trainer repeats only later batches.
     """
     stop = 0
     for message in await bus.read(subjects.BATCHES, subjects.batches(job), headers_only=True):
@@ -257,7 +258,7 @@ class TrainerCommands:
         self._asked: tuple[object, ...] = ()
 
     def follow(self, run: JobRun) -> bool:
-        """Send the command that ``run`` needs now; return True while it needs one."""
+        """Send the trainer the command that ``run`` needs now; return False if ``run`` needs none."""
         state, rollback = run.state, run.rollback
         if rollback is not None:
             args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}

@@ -24,9 +24,9 @@ Measured = MeasureConfig | EpisodeEvaluationConfig
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the estimated probability that at least one of k samples is correct, from c correct ones of n.
+    """Return the estimated probability that at least one of k samples is correct.
 
-    ``1 - C(n-c, k) / C(n, k)`` (arXiv 2107.03374, eq. 1).
+    ``1 - C(n-c, k) / C(n, k)`` with n = ``num_samples``, c = ``num_correct`` (arXiv 2107.03374, eq. 1).
     """
     if num_samples - num_correct < k:
         return 1.0
@@ -125,7 +125,7 @@ class Scores:
 class Evaluation:
     """One point being evaluated. ``expected`` are the prompts still missing; times are Unix seconds.
 
-    ``held_since``: since when this evaluation alone has kept a batch from being sealed; 0: it has not.
+    ``held_since``: time since which a ready batch has waited only for this evaluation; 0: no batch has.
     """
 
     point: int
@@ -179,7 +179,7 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Return True while results are missing and the deadline is not over; record if this alone holds up a batch.
+        """Return True while results are missing before the deadline; record when a ready batch begins to wait for them.
 
         ``batch_ready``: True if a batch could be sealed, were it not for this evaluation.
         """
@@ -191,7 +191,7 @@ class EvaluationPlan:
         return True
 
     def roll_back(self, updates: int) -> None:
-        """Forget the evaluation in progress and all points above ``updates``, the updates that a rollback left."""
+        """Forget the evaluation in progress and all points above ``updates``, the number left by a rollback."""
         self.done = {point for point in self.done if point <= updates}
         self.current = None
 

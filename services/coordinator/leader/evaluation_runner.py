@@ -180,7 +180,7 @@ class EvaluationRunner(LedgerlessRunner):
         return {"version": 0, "running": len(self.expected)}
 
     def why(self) -> list[dict[str, Any]]:
-        """Return the waits of the job."""
+        """Return a row for each thing that the job waits for."""
         now = bus_time()
         if not self.ready:
             return recovery_waits(self.job, self.retry.blocked, now, self._leads_since)

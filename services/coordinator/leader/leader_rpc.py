@@ -30,7 +30,7 @@ class Leader(Protocol):
     """True once the leader has recovered and makes decisions."""
 
     async def lead(self) -> None:
-        """Lead until the job is over. Raises Fenced when another coordinator leads."""
+        """Lead until the job has ended. Raises Fenced when another coordinator leads."""
         ...
 
     def update_record(self, record: JobRecord) -> None:
@@ -42,7 +42,7 @@ class Leader(Protocol):
         ...
 
     def why(self) -> list[dict[str, Any]]:
-        """Return the waits of the job, also before it is ready."""
+        """Return a row for each thing that the job waits for, also before the leader is ready."""
         ...
 
     def status(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class LeaderRpc:
         return b""
 
     async def name(self) -> str:
-        """Return a text with the holder of the lease and its epoch, or `nobody`; the holder may have died since.
+        """Return holder and epoch of the coordinators' lease as text, or `nobody`; the holder may have died since.
 
         Raises:
             Unavailable: the bus does not answer.

@@ -26,7 +26,7 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Measures"]
 
 AGAIN_S = 10.0
-"""Delay before an evaluation that scored nothing is repeated (seconds): its grader is away."""
+"""Delay before the leader repeats an evaluation that scored nothing (seconds); the grader was probably away."""
 
 MAX_RESTORED = 1000
 """Largest number of rows that are restored. A leader that dies leaves fewer rows unwritten; if more are missing, the
@@ -79,7 +79,7 @@ class Measures:
                 self.reward = values.get("reward/mean", self.reward)
 
     def roll_back(self, state: LedgerState) -> None:
-        """Forget measurements of batches that a fork removed from the lineage; they are measured again."""
+        """Forget measurements of batches that a fork removed from the lineage."""
         self.plan.roll_back(state.updates)
         if not self._is_known(state):
             self.plan.done.discard(state.updates)  # the reward of these weights is unknown
@@ -88,14 +88,14 @@ class Measures:
         self._far_updates = 0
 
     def _is_known(self, state: LedgerState) -> bool:
-        """Return True if the newest version needs no comparison, or is served with the reward that the gate needs."""
+        """Return True if no gate compares versions, or if the newest version is served and the gate has its reward."""
         if self.gate is None or not self._compares:
             return True
         served = state.promoted
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """Return True if an evaluation row measured a version that a fork has replaced by the current, unknown one."""
+        """Return True if ``row`` evaluates a version that a fork has replaced by one that needs its own evaluation."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
@@ -114,7 +114,7 @@ class Measures:
         self, report: Report, batch: BatchSealed, candidates: Mapping[Draw, Candidate], now: float,
         live: Mapping[str, float],
     ) -> dict[str, float]:  # fmt: skip
-        """Return the values to record of the update that trained ``batch``, from the groups in ``candidates``.
+        """Return the metrics to record for the update that trained on ``batch``; ``candidates`` has its groups.
 
         ``live``: measurements of the supply of live groups.
         """
@@ -123,10 +123,10 @@ class Measures:
         return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
 
     def disproof(self, report: Report) -> str:
-        """Return why an update shows that its tokens were not sampled by the weights that they name, or ''.
+        """Return a message if an update shows that its tokens do not come from the weights that they name, else ''.
 
-        A large update of the policy also raises lag/logprob, but only in the ``max_lag`` batches that earlier versions
-        sampled, so lag/logprob must exceed the bound in one more update in a row.
+        A large update of the policy also raises lag/logprob, but only in the next ``max_lag`` updates, whose tokens
+        earlier versions sampled. So lag/logprob must exceed the bound in ``max_lag + 1`` updates in a row.
         """
         train = self.config.train
         self._count_far(report.metrics)
@@ -144,7 +144,7 @@ class Measures:
         )
 
     def _count_far(self, values: Mapping[str, float]) -> None:
-        """Count updates in a row whose tokens of older versions differ by more than the bound."""
+        """Count updates in a row whose lag/logprob exceeds train.max_mismatch."""
         bound, lag = self.config.train.max_mismatch, values.get("lag/logprob")
         if bound is not None and lag is not None:
             self._far_updates = 0 if lag <= bound else self._far_updates + 1
@@ -163,7 +163,7 @@ class Measures:
         self._warned = True
 
     def look(self, *, ended: bool = False) -> None:
-        """Publish events on health warnings that began or ended. ``ended``: the run is over; judge it even if short."""
+        """Publish events on health warnings that began or ended. ``ended``: judge the ended run even if short."""
         self.health.recent = self.tally.since
         for change in self.health.judge(ended=ended):
             level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
@@ -195,7 +195,7 @@ class Measures:
         return self._is_due(state, point) or self.goals.holds(state)
 
     def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:
-        """Return True if a point must be evaluated: by the plan, or for the served version's reward."""
+        """Return True if the plan evaluates ``point``, or the gate needs the held-out reward of the newest version."""
         lacks = self.gate is not None and self.plan.enabled and point == state.updates and self.gate.lacks(state)
         return lacks or self.plan.due(point, final=final)
 
@@ -229,7 +229,8 @@ class Measures:
     def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
         """Record an evaluation; return True if its point is done.
 
-        A gate that compares needs all prompts and a finite reward; without them the evaluation is repeated.
+        A promotion gate that compares versions needs all prompts and a finite reward. Otherwise the leader evaluates
+        the point again.
         """
         missing = bool(values.get("eval/missing"))
         metric = self.gate.config.metric if self.gate is not None and self._compares else ""

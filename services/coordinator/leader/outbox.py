@@ -45,9 +45,10 @@ RETRY_S = 0.5
 
 
 class Outbox:
-    """Sends in order, retries while the bus is away, never blocks a decision. The newest status and clock win.
+    """Sends queued rows in order, but only the newest status and clock. Retries while the bus is away.
 
-    Rows that a full stream refuses are dropped and logged. ``attempt``: see ``JobStatus``.
+    Decisions never wait for the outbox. Rows that a full stream refuses are dropped and logged. ``attempt``: see
+    ``JobStatus``.
     """
 
     def __init__(self, bus: Bus, store: JobStore, job: str, *, attempt: int = 1) -> None:
@@ -109,7 +110,10 @@ class Outbox:
         self._changed.set()
 
     def status(self, fields: dict[str, Any], *, force: bool = False) -> None:
-        """Queue the status: sent at once in a new phase, every STATUS_EVERY_S if changed, else every HEARTBEAT_S."""
+        """Queue the status. ``run`` sends a new phase at once, and other changes within STATUS_EVERY_S.
+
+        ``run`` sends an unchanged status again every HEARTBEAT_S. ``force``: send the status at once in any case.
+        """
         phase, before = fields["phase"], self._status.get("phase")
         if phase != before:
             self.event("error" if phase == "failed" else "info", "phase", f"{phase}: {fields['message']}".rstrip(": "))
@@ -120,7 +124,7 @@ class Outbox:
             self._changed.set()
 
     async def fail(self, error: JobFailure) -> None:
-        """Mark the job failed before it ever ran."""
+        """Write the status of a job that failed before it began to run."""
         fields = {"phase": "failed", "message": error.message, "error": error, "finished_at": bus_datetime()}
         self.status(fields, force=True)
         await self.flush()

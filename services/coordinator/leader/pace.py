@@ -13,7 +13,7 @@ _NEWEST = 50
 class Pace:
     """Average pace of the newest steps whose end this process saw.
 
-    The time before the first step and pauses do not count.
+    Pauses, and the time before the first step, do not count.
     """
 
     def __init__(self) -> None:

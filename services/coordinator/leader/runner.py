@@ -97,7 +97,7 @@ class JobRunner:
         self._presence, self._problems, self._onsets = PresenceWatch(), ProblemWatch(self.job), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
-        """Next EXPERIENCE sequence to read; ``_unread``: sequence below which recovery read nothing."""
+        """Next sequence of EXPERIENCE to read. ``_unread``: first sequence that recovery read."""
         self.ready = False
         self._reported = 0.0
         self._decided = False
@@ -309,7 +309,7 @@ class JobRunner:
         self.wake()
 
     def wake(self) -> None:
-        """Check the job now, after a change that arrives as no message."""
+        """Check the job now, because its record changed or workers joined."""
         self.inbox.wake()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ class JobRunner:
             self.run.give_up_rollback(report.reason)
 
     async def _halt(self, reason: str) -> Ack:
-        """Pause the job on behalf of the trainer. The batch stays sealed; resuming the job retries it."""
+        """Pause the job for ``reason``. A batch that is not trained stays sealed; resuming the job retries it."""
         self.outbox.event("error", "halted", reason)
         with contextlib.suppress(Conflict):  # the job is being cancelled or has ended
             self.update_record(await self.store.set_desired(self.job, "paused"))
@@ -465,7 +465,7 @@ class JobRunner:
         return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """Copy an unusable message to DEAD and drop its draw in one decision; only then delete it."""
+        """Have the decision loop copy a dead message to DEAD and drop its draw; only then delete the message."""
         await self.inbox.put(lambda: self._drop_dead_message(stream, seq, draw, reason, attempts))
 
     async def _drop_dead_message(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
@@ -479,7 +479,7 @@ class JobRunner:
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
     async def _is_over(self, seq: int, draw: Draw | None) -> bool:
-        """Return True if nothing waits for a ticket that workers returned until its deliveries were used up."""
+        """Return True if nothing waits for the ticket ``seq`` any more: its draw or its evaluation has ended."""
         if draw is not None:
             return draw not in self.run.state.open
         with contextlib.suppress(NotFound, ProtocolError):
@@ -521,7 +521,7 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> bool:
-        """Queue the status, at most once per TICK_S since it counts all open draws; return False if too early."""
+        """Queue the status, or return False if the last one is less than TICK_S old: counting open draws takes time."""
         if not force and time.monotonic() - self._reported < TICK_S:
             return False
         self._reported = time.monotonic()
@@ -571,7 +571,7 @@ class JobRunner:
         return {"version": self.run.state.version, "running": len(self.run.state.open)}
 
     def why(self) -> list[dict[str, Any]]:
-        """Return the waits of the job."""
+        """Return a row for each thing that the job waits for."""
         now, blocked = bus_time(), self.retry.blocked
         if not self.ready:
             return recovery_waits(self.job, blocked, now, self._leads_since)

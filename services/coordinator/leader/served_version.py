@@ -81,7 +81,7 @@ class ServedVersionPublisher:
                 self._take_served()
 
     def _take_served(self) -> None:
-        """Keep the latest trainer's manifest of the promoted version, even after its key holds another version."""
+        """Store the newest trainer's manifest of the promoted version; candidates later replace it in the bucket."""
         promoted = self._promoted()
         known = (self._candidate, self._standing, self._served)
         fitting = [one for one in known if one is not None and promoted is not None and one.version == promoted.version]

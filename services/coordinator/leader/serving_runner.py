@@ -37,7 +37,7 @@ class ServingRunner(LedgerlessRunner):
         self._active, self._started_at = time.monotonic(), record.status.started_at
 
     async def lead(self) -> None:
-        """Watch the workers until the deployment is over."""
+        """Watch the workers until the deployment ends."""
         async with self._running():
             while (end := self._end()) is None:
                 self._report("running" if self._served else "pending", self._message())
@@ -46,7 +46,7 @@ class ServingRunner(LedgerlessRunner):
             self._report(*end)
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
-        """Return the heartbeat's entry for this job, by worker, of the live rollout workers that have one."""
+        """Return the heartbeat entries for this job by worker, of the live rollout workers that report one."""
         found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
         return {worker: entry for worker, entry in found.items() if entry}
 
@@ -86,7 +86,7 @@ class ServingRunner(LedgerlessRunner):
         super().update_record(record)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """Copy a message to DEAD and delete it: a deployment has no work in queues, so users should see it."""
+        """Copy a message to DEAD, where users can see it, and delete it: a deployment has no work in queues."""
         count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
@@ -101,7 +101,7 @@ class ServingRunner(LedgerlessRunner):
         return {"version": 0, "running": 0}
 
     def why(self) -> list[dict[str, Any]]:
-        """Return the waits of the job."""
+        """Return a row for each thing that the job waits for."""
         clock, now = time.monotonic(), bus_time()
         rows = blocked_waits(self.job, self.retry.blocked, now)
         rows += worker_waits(self.job, self.members, clock, now, services=("rollout",))

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MAX_REPEATED = 2000
-"""Most batches that a trainer may repeat from an older checkpoint: all must fit into one response."""
+"""Maximum number of batches that a trainer may repeat from an older checkpoint; all must fit into one response."""
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
@@ -108,8 +108,8 @@ def retention_of(run: JobRun) -> dict[str, Any]:
 def start_of(run: JobRun) -> dict[str, Any]:
     """Return the point from which a trainer continues the job.
 
-    ``served``: an older version that engines still need, recomputed on the way; ``rollback``: the batch after which the
-    lineage is discarded, and why.
+    ``served``: an older version that engines still need; the trainer recomputes it on the way. ``rollback``: the batch
+    after which the trainer must discard the lineage, and why.
     """
     state, rollback, served = run.state, run.rollback, run.state.promoted
     behind = served is not None and served.version != state.version

@@ -74,7 +74,7 @@ class Tracking:
 
 
 class _Sink:
-    """One tracker and its thread; the first failure ends it."""
+    """One tracker and its thread. A tracker that fails gets no more rows."""
 
     def __init__(self, outbox: Outbox, config: TrackerConfig, run: Run) -> None:
         self._outbox, self._config, self._run = outbox, config, run

@@ -30,8 +30,8 @@ def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member
     """Return the transport of each worker that follows the policy of ``job``.
 
     On the trainer's host: CUDA IPC if the worker's GPU can read the trainer's, else shared memory. On another host: a
-    broadcast if both ends support it and the worker is the only one of its host; several workers of a host share one
-    transfer over TCP. Else files in a directory that both see.
+    broadcast if the worker is the only one there, else TCP, where the workers of a host share one transfer. If the two
+    ends support none of these: files in a directory that both see.
     """
     if trainer is None:
         return {}
@@ -69,7 +69,7 @@ def _listed(member: Member, job: str, key: str) -> list[str]:
 
 
 class WeightRouter:
-    """Keeps the stored choice of transports for one job current."""
+    """Chooses the transports for one job repeatedly, and stores each changed choice."""
 
     def __init__(self, bus: Bus, job: str, members: Members) -> None:
         self._bus, self._job, self._members = bus, job, members

@@ -33,7 +33,7 @@ class Onsets:
         self._since: dict[tuple[str, str], float] = {}
 
     def look(self, job: str, run: JobRun, plan: EvaluationPlan, now: float) -> None:
-        """Record new waits and forget those that are over."""
+        """Record the start of new waits, and forget waits that have ended."""
         open_ = {(one.subject, one.id) for one in _own_waits(job, run, plan)}
         self._since = {key: self._since.get(key, now) for key in open_}
 

@@ -4,14 +4,14 @@
 client posted:
 
 ==========================================  =============================================================
-the client posts tokens with                use
+the client posts tokens with                loss that trains them
 ==========================================  =============================================================
 log-probs, a version within the lag bound   policy loss (`posted`); a worker recomputes a sample of them
 no log-probs, a version still held          policy loss, log-probs computed under that version (`rescored`):
                                             the newest one, or one of `held_versions` before it
 neither                                     policy loss as if the newest policy had sampled them
                                             (`assumed`), if the job allows it
-any of these, if that is not possible       imitation, if the reward is high enough
+any of these, but no policy loss possible   imitation, if the reward is high enough
 text only                                   imitation, if the reward is high enough
 ==========================================  =============================================================
 """
@@ -62,24 +62,24 @@ __all__ = [
 LEVELS: tuple[Level, ...] = ("interaction", "episode")
 NUMBER = (float, int)
 MAX_OUT_OF_RANGE = 10.0
-"""A float beyond this many times its metric's bounds is an error of its sender, not a judgment."""
+"""A float beyond this many times its metric's bounds counts as an error of the sender, and is rejected."""
 STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
 MASKED = frozenset({TRUNCATED, UNFINISHED})
 """Reasons for which the tokens of an admitted turn enter no loss, while its reward still enters the baseline."""
 NOT_REPLAYABLE = "sampling_not_replayable"
 DRAWN_OTHERWISE = frozenset({NOT_REPLAYABLE, CONSTRAINED})
-"""Reasons of answers drawn with the policy's weights from another distribution than the trainer computes."""
+"""Reasons of answers whose sampling distribution differs from the one that the trainer computes with their weights."""
 IMITABLE = frozenset({STALE, *DRAWN_OTHERWISE, "other_temperature"})
 """Reasons that exclude an answer from the policy loss, but not from imitation."""
 HIGHEST_LOGPROB = 1e-6
-"""A larger log-prob is invalid."""
+"""Largest valid log-prob: slightly above 0, because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Decision on one interaction.
 
-    ``wait``: feedback, or a version, is missing. ``reject``: the interaction is never trained, for ``reason``; its
+    ``wait``: feedback or a policy version is missing. ``reject``: the interaction is never trained, for ``reason``; its
     ``reward`` still counts for the turns before it. ``train``: ``reason`` names the origin of the reward (`feedback`,
     `credit` from other turns only, `default`, `invalid`) or why its tokens are masked; of a posted interaction it names
     the rule by which the policy loss uses it, or equals ``denied``. ``objective`` names the loss, ``denied`` the reason
@@ -168,7 +168,7 @@ def _refused(
 
 
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
-    """Return why an interaction is never trained whatever its feedback is, or '' if nothing excludes it."""
+    """Return the reason that excludes an interaction from training, whatever its feedback is, or ''."""
     tokens = len(interaction.token_ids)
     finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
     drawn_otherwise = interaction.untrainable if interaction.untrainable in DRAWN_OTHERWISE else ""
@@ -189,7 +189,7 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
 
 
 def lag_of(interaction: Interaction, version: int) -> int:
-    """Return the number of versions between the oldest token and an update that starts from ``version``."""
+    """Return how many versions the oldest token is behind ``version``, from which an update starts."""
     return version - min(span.version for span in interaction.spans)
 
 
@@ -223,7 +223,7 @@ def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
 
 
 def is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
-    """Return True if an answer is bad whatever its feedback is."""
+    """Return True if an answer has an invalid tool call, or was cut off in a job that penalizes that."""
     cut_short = _is_cut(interaction) and job.online.truncated == "penalise"
     return interaction.tool_calls_valid is False or cut_short
 
@@ -242,7 +242,7 @@ def invalid_reward(job: OnlineJob) -> float:
 def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
     """Return the level that an item judges, a turn or the episode; None if it does not count.
 
-    The undeclared metric `reward` judges its target: an answer, an episode, or one turn of it.
+    The undeclared metric `reward` judges its target: an answer, an episode, or one turn of an episode.
     """
     metric = online.metric(item.metric)
     if metric is None:
@@ -326,14 +326,14 @@ def _covers(interaction: Interaction, tokens: int) -> bool:
 
 EVERY_KEY = "*"
 AS_SAMPLED = frozenset({"posted", "rescored"})
-"""Rules of the policy loss under which a posted turn has log-probs of its own, so that several can form one trajectory.
-"""
+"""Rules of the policy loss under which each posted turn has log-probs of its own, so that several turns can form one
+trajectory."""
 NOT_TRAINED_YET = "not_trained"
-"""Reason to wait with an answer of a version from a sealed batch: engines may have it shortly before the ledger."""
+"""Reason to wait: engines may sample with a version shortly before the ledger records the update that created it."""
 
 
 class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of a posted interaction, without its tokens, that decide how it is used."""
+    """Properties of a posted interaction, without its tokens, that decide which loss trains it."""
 
     version: int | None
     num_prompt: int
@@ -350,7 +350,7 @@ class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of(item: Feedback) -> PostedFacts:
-    """Extract the facts from a posted body."""
+    """Extract the ``PostedFacts`` from the body of a posted interaction."""
     body = item.body
     tokens, logprobs = body.get("token_ids") or [], body.get("logprobs") or []
     sampling = body.get("sampling") or {}
@@ -422,7 +422,7 @@ def admit_posted_for(
 
 
 def _rule(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> tuple[str, str]:
-    """Return ``(rule of the policy loss, '')``, or ``('', reason against it)``."""
+    """Return ``(rule by which the policy loss trains a post, '')``, or ``('', reason why the loss must not)``."""
     posted, known = job.online.posted, facts.version is not None
     checks = {
         "text_only": not facts.num_tokens,
@@ -449,7 +449,7 @@ def _rule(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> 
 
 
 def _lag(facts: PostedFacts, now: PolicyState) -> int:
-    """Return the number of versions between the sampler and the start of the next update."""
+    """Return the number of versions from the posted one to the start of the next update; 0 if no version was posted."""
     return 0 if facts.version is None else now.version - facts.version
 
 
@@ -460,7 +460,7 @@ def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
 
 
 def refusal_of_posted(facts: PostedFacts, job: OnlineJob) -> str:
-    """Return why a post cannot be trained on, whatever its reward is, or ''."""
+    """Return the reason that excludes a post from training, whatever its reward is, or ''."""
     if facts.flaw:
         return facts.flaw
     if facts.num_tokens and not facts.num_prompt:
@@ -471,10 +471,10 @@ def refusal_of_posted(facts: PostedFacts, job: OnlineJob) -> str:
 
 
 def has_reward(facts: PostedFacts, online: OnlineConfig) -> bool:
-    """Return True if the post has a reward that the job knows."""
+    """Return True if the post has a value of a metric that the job declares."""
     return any(online.metric(name) is not None for name in facts.rewards)
 
 
 def reward_of_posted(rewards: Mapping[str, bool | float], metrics: Mapping[str, MetricConfig]) -> float:
-    """Sum the clipped values of these metrics; a missing one takes its default."""
+    """Sum the clipped ``rewards`` over all ``metrics``; a metric without a reward takes its default."""
     return sum(reward_of_value(rewards.get(name, metric.default_value), metric) for name, metric in metrics.items())

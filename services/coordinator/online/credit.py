@@ -8,8 +8,8 @@ the prompt begins with                              parent
 prompt and answer of earlier turns, token by token  the longest of these: the turn ``extends`` it
 the prompt of an earlier turn, whose answer was     the newest turn of that conversation
 rendered anew
-neither                                             the turn before it; a turn without one begins a branch
-                                                    while another conversation of the episode continues
+neither                                             the turn before it; but none if a later turn continues
+                                                    an earlier conversation: then it begins a branch
 ==================================================  ======================================================
 """
 
@@ -54,16 +54,16 @@ def longest_earlier_prefix(
 ) -> dict[int, tuple[int, int]]:
     """Find for each text in ``asked`` the longest of ``texts`` that is a prefix of it and has a lower position.
 
-    In sorted order a text follows all of its prefixes. These form a path, on which the nearest one with a lower
-    position takes ``O(log n)`` steps to find, whatever the order of positions is.
+    In sorted order a text follows all of its prefixes, which form a path. Finding the nearest prefix with a lower
+    position on this path takes ``O(log n)`` steps, whatever the order of positions is.
 
     Args:
         texts: ``(text, position from 0)``; no text is empty.
         asked: ``(text, position)`` of the texts whose prefixes are wanted.
 
     Returns:
-        ``(length of the prefix in bytes, its newest lower position)`` by the position of the text in ``asked``; texts
-        without a prefix are left out.
+        ``(length of the prefix in bytes, its highest position below that of the text)``, by the position of the text
+        in ``asked``; texts without a prefix are left out.
     """
     entries = [(data, False, place) for data, place in texts] + [(data, True, place) for data, place in asked]
     found: dict[int, tuple[int, int]] = {}
@@ -139,7 +139,7 @@ class TurnTree:
 
     @property
     def children(self) -> list[list[int]]:
-        """Children of each turn."""
+        """Positions of the children of each turn."""
         found: list[list[int]] = [[] for _ in self.parents]
         for place, parent in enumerate(self.parents):
             if parent != ROOT:
@@ -161,7 +161,7 @@ class TurnTree:
         return [whole or root in rated for root in roots]
 
     def below(self, place: int) -> list[int]:
-        """Return a turn and all of its descendants."""
+        """Return ``place``, the position of a turn, and the positions of all its descendants."""
         found = {place}
         for later in range(place + 1, len(self.parents)):
             if self.parents[later] in found:
@@ -200,10 +200,10 @@ def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
 
 
 def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dict[int, int]:
-    """Return for each of the turns ``asked`` the newest earlier turn whose prompt, up to the answer's header, is the
-    longest prefix of its prompt; turns without one are left out.
+    """Return, for the turns ``asked``, the earlier turn whose conversation each one continues, if there is one.
 
-    The header is the text that a template puts before an answer; it ends both prompts and does not count.
+    The prompt of this earlier turn is a prefix of the asked turn's prompt: the longest one, and of equal ones the
+    newest. Both prompts must end with the same header, which a template puts before an answer; the prefix excludes it.
     """
     found: dict[int, tuple[int, int]] = {}
     for header in range(HEADER_TOKENS + 1):
@@ -223,7 +223,7 @@ def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dic
 
 
 def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
-    """Return ``(tokens before the header, header)`` for a header of this many tokens."""
+    """Return ``(tokens before the header, header)`` for a header of ``header`` tokens."""
     end = max(0, len(prompt) - header * TOKEN_BYTES)
     return prompt[:end], prompt[end:]
 
@@ -234,7 +234,7 @@ def branch_ends(parents: Sequence[int]) -> set[int]:
 
 
 def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
-    """Return the share of each part of an episode such that the episode is the mean of its branches.
+    """Return the share of each part of an episode: parts weighted by their shares sum to the mean of its branches.
 
     A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
     ``lengths`` (tokens of each part) a branch is the mean over its tokens instead of their sum: the share is ``sum over
@@ -259,8 +259,8 @@ def returns(
 
     Args:
         tree: parents of turns; None is a chain.
-        counts: True for a turn that is trained or has feedback. Siblings for which this holds neither for themselves
-            nor for a descendant are left out of the mean, unless it holds for no sibling.
+        counts: True for a turn that is trained or has feedback. The mean leaves out a child if neither the child nor
+            any of its descendants counts, unless this is so for all children.
     """
     found, matters = list(rewards), [*counts] or [True] * len(rewards)
     children = tree.children if tree is not None else [[place] for place in range(1, len(rewards))] + [[]]
@@ -310,9 +310,9 @@ def join_turns(
 
     ``kinds`` maps the position of each trained turn to its kind, ``values`` are the returns of all turns.
 
-    A turn joins its nearest trained ancestor if its prompt begins with that turn's prompt and completion, token by
-    token, the ancestor has no other child, and both have one kind, return and temperature. Then one pass over the
-    tokens serves both, and one reward describes both.
+    A turn joins its nearest trained ancestor if its prompt begins with the ancestor's prompt and completion, token by
+    token, if no other turn has this nearest trained ancestor, and if both have the same kind, return and temperature.
+    Then one pass over the tokens serves both, and one reward describes both.
     """
     before = {place: nearest_ancestor(tree, place, kinds) for place in kinds}
     following = Counter(above for above, _ in before.values())
@@ -335,7 +335,7 @@ class TurnKind(NamedTuple):
     is_weighted: bool
     """True if its tokens enter the policy loss, so that the trajectories of the episode share one weight."""
     group: Hashable = None
-    """Another value that turns of one trajectory have in common."""
+    """Another value that must be equal in all turns of one trajectory."""
 
 
 def form_trajectories(
@@ -353,7 +353,7 @@ def form_trajectories(
         kinds: kinds of the turns that can be trained on, by position.
         values: returns of all turns.
         turns: temperature and number of sampled tokens of each turn.
-        owners: returns the owners of a trajectory, whose bounds limit the trajectories; None sets no bounds.
+        owners: returns the owners of a trajectory; their shares limit the trajectories. None: no limit.
     """
     temperatures = [temperature for temperature, _ in turns]
 

@@ -115,7 +115,9 @@ class Funnel:
     def row(self) -> dict[str, float]:
         """Return the values since the last call, and start counting again."""
         values = {f"online/{name}": float(count) for name, count in sorted(self._counts.items())}
-        values |= {f"online/said/{name}": total / number for name, (total, number) in sorted(self._metric_sums.items())}
+        values |= {
+            f"online/metric/{name}": total / number for name, (total, number) in sorted(self._metric_sums.items())
+        }
         if self._waits_s:
             values["online/admitted_after_s"] = sum(self._waits_s) / len(self._waits_s)
             values["online/lag"] = sum(self._lags) / len(self._lags)
@@ -225,9 +227,9 @@ class DecisionFeed:
             self._is_behind = False
 
     async def _folded(self) -> AsyncIterator[tuple[LedgerState, LedgerEntry]]:
-        """Yield ``(state, entry)`` for each ledger entry after a snapshot that the feed has passed.
+        """Yield ``(state, entry)`` for each ledger entry after the newest snapshot whose entries are all in the feed.
 
-        The caller folds the entry into the state.
+        Without such a snapshot the first entry is the ledger's first. The caller folds each entry into the state.
         """
         subject = subjects.ledger(self._job)
         for snapshot, state, _ in await read_snapshots(self._bus, self._job):

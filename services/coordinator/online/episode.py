@@ -109,9 +109,9 @@ __all__ = [
 
 EPISODE_OVER, TOO_MANY_TURNS = "episode_over", "too_many_turns"
 ROUNDING_S = 1.0
-"""An episode is checked again up to this long around a deadline, because sums of times are not exact."""
+"""Seconds before and after a deadline in which an episode is checked again, because sums of times are not exact."""
 REASONS = (*sorted(MASKED), "invalid", "feedback", "default", "credit")
-"""Reasons of a trajectory with several turns, the strongest first."""
+"""Reasons of turns, in order of precedence: a trajectory gets the first one that any of its turns has."""
 SINGLE_TURN = TurnTree((ROOT,), (False,))
 """Tree of a single turn."""
 
@@ -133,10 +133,10 @@ class EpisodeOutcome(Generic[T]):
 def without_objectors(
     outcome: EpisodeOutcome[Trajectory], objects: Callable[[str], bool], reason: str
 ) -> EpisodeOutcome[Trajectory]:
-    """Return the outcome with the trajectories of users (HMAC) who opted out of training refused, for ``reason``.
+    """Return the outcome without the trajectories of users who opted out of training: their turns are refused.
 
     Feedback on the refused turns counts by credit, as for other refused turns: it moves to the last trajectory left.
-    ``objects`` returns True for a user who opted out.
+    ``objects`` returns True for a user (HMAC) who opted out, ``reason`` is the reason of the refusals.
     """
     left, out = list[Trajectory](), list[Trajectory]()
     for one in outcome.trajectories:
@@ -163,7 +163,7 @@ class ServedEpisode:
     place: int = 0
     """Position of the episode in the order in which the job's episodes started."""
     due: float = field(default=0.0, init=False)
-    """While something is missing: the next time that may change the outcome; infinity if no time can."""
+    """Time at which an undecided episode is checked again; infinity if only new data can change its outcome."""
     _tree: tuple[tuple[int, ...], TurnTree] = field(default=((), TurnTree((), ())), init=False, repr=False)
     """Sequences of the turns, and the tree built for them."""
 
@@ -216,10 +216,10 @@ class ServedEpisode:
         return self.items, self.asker
 
     def settle(self, job: OnlineJob, *, version: int, now: float) -> EpisodeOutcome[Trajectory] | None:
-        """Return the outcome, or None while something is missing.
+        """Return the outcome, or None while feedback, turns or a policy version are still awaited.
 
-        If the episode timed out without a trajectory, later facts do not change that. So a leader that reads all facts
-        at once gets the same outcome as the leader at that time.
+        If the episode timed out without a trajectory, facts that arrived later do not change the outcome. So a new
+        leader, which reads all facts at once, gets the same outcome as the leader at the time of the timeout.
         """
         if not self.turns:
             return None
@@ -305,7 +305,10 @@ class ServedEpisode:
         return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
 
     def _feedback_on(self, place: int, job: OnlineJob) -> list[Feedback]:
-        """Return the feedback on one turn; feedback on the episode goes to its last turn, or to the turn it numbers."""
+        """Return the feedback on one turn.
+
+        Feedback on the episode goes to the turn whose number it gives, or else to the last turn.
+        """
         on_turn = [item.feedback for item in self.turns[place].items.values()]
         return on_turn + [
             item.feedback
@@ -314,7 +317,7 @@ class ServedEpisode:
         ]
 
     def _target(self, feedback: Feedback, job: OnlineJob) -> int:
-        """Return the turn that an item on the episode refers to; the last turn for the whole episode."""
+        """Return the position of the turn whose number an item on the episode gives, or else of the last turn."""
         is_numbered = 0 <= feedback.turn < len(self.turns) and not _is_of_whole(feedback, job)
         return feedback.turn if is_numbered else len(self.turns) - 1
 
@@ -415,7 +418,10 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
 
 
 def _unfinished(decision: Decision) -> Decision:
-    """Return the decision on a turn of an episode that no client ended: masked, or rejected if it was for imitation."""
+    """Return the decision on a turn of an episode that no client ended.
+
+    A turn for the policy loss is masked, a turn for imitation is rejected.
+    """
     if decision.verdict != "train":
         return decision
     if decision.objective == "policy":
@@ -458,10 +464,10 @@ class PostedEpisode:
         return is_over
 
     def late_turns(self, job: OnlineJob) -> dict[str, str]:
-        """Return the turns that arrived after the episode was over, or above the limit, each with its reason.
+        """Return the turns that arrived after the episode's end or above the maximum number, each with its reason.
 
-        The result depends only on the stream, so a leader that reads all turns at once gets the same one. Items of one
-        message arrived together. A revised turn arrived with its first revision.
+        The result depends only on the stream, so a leader that reads all turns at once gets the same result. Items of
+        one message arrived together. A revised turn arrived with its first revision.
         """
         items = sorted(
             (turn.item for turn in self.turns.values()), key=lambda one: (not one.feedback.revision, one.seq)
@@ -489,7 +495,7 @@ class PostedEpisode:
         return self._credit
 
     def settle(self, job: OnlineJob, policy: PolicyState) -> EpisodeOutcome[OffPolicyExample] | None:
-        """Return the outcome of an episode that is over, or None while a version is awaited.
+        """Return the outcome of an ended episode, or None while the leader waits for a policy version.
 
         Turns that are not trained count by credit; they are refused only if no turn is trained.
         """
@@ -524,7 +530,7 @@ class PostedEpisode:
     def trajectories(
         self, job: OnlineJob, taken: Mapping[int, Decision], owners: Callable[[Sequence[int]], Owners] | None = None
     ) -> list[tuple[list[int], float]]:
-        """Return ``(positions, weight)`` of each trajectory of the turns ``taken``; see ``form_trajectories``."""
+        """Form trajectories of turns ``taken``; return ``(positions, weight)`` of each, like ``form_trajectories``."""
         turns, credit = self.ordered, self.credit(job)
         kinds = {}
         for place, one in taken.items():
@@ -537,7 +543,7 @@ class PostedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class _EpisodeCredit:
-    """Tree and returns of a posted episode, and for each turn whether these include feedback."""
+    """Tree and returns of a posted episode; ``rated`` is True for each turn whose return includes feedback."""
 
     orders: list[tuple[int, float, int]]
     """Sort keys (``PostedTurn.order``) of the turns for which this was computed."""

@@ -1,4 +1,4 @@
-"""Defines off-policy examples: feedback that can itself be trained on, and its quota by API key. Pure."""
+"""Defines off-policy examples, which are feedback that can itself be trained on, and their quota by API key. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = "texts"
 MAX_PER_KEY = 10_000
 """Maximum undecided examples of one API key; above this its oldest ones are rejected."""
 MAX_BYTES = 1 << 30
-"""Assumed size of FEEDBACK in bytes, until the leader has read the actual one."""
+"""Maximum size of the stream FEEDBACK (bytes) that is assumed until the leader has read the actual one."""
 SHARE_OF_KEY, SHARE_OF_ALL = 1 / 8, 1 / 2
 """Maximum shares of the stream's size for the undecided examples of one key, and of all keys."""
 
@@ -91,7 +91,7 @@ class OffPolicyExample:
 
     @property
     def feedback_ids(self) -> list[str]:
-        """Ids of all items that are decided with the example, its own first."""
+        """Ids of all items that are decided with the example, the id of ``item`` first."""
         return [item.feedback.id for item in (self.item, *self.later, *self.untrained)]
 
     @property
@@ -138,7 +138,7 @@ def posted_example(
 
 
 def _sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
-    """Return the version that counts as having sampled an answer used for ``reason``; None if its loss needs none."""
+    """Return the version that counts as the sampler of an answer; None if the loss, known by ``reason``, needs none."""
     return facts.version if reason in AS_SAMPLED else policy.newest if reason == "assumed" else None
 
 
@@ -158,10 +158,10 @@ def targets_of(item: Feedback) -> list[str]:
 
 
 class KeyQuota:
-    """Bytes of undecided examples by API key, oldest first; bounds each key, and all keys together.
+    """Counts the bytes of undecided examples by API key, and bounds them for each key and for all keys together.
 
     Attributes:
-        max_bytes: maximum size of FEEDBACK, which holds them.
+        max_bytes: maximum size of the stream FEEDBACK; the bounds are shares of it.
     """
 
     def __init__(self) -> None:
@@ -198,7 +198,7 @@ class KeyQuota:
 
     def excess(self, key_id: str) -> list[str]:
         """Return the examples to reject after ``key_id`` has posted one: the oldest ones of this key if it exceeds its
-        bounds, and the oldest ones of the largest key if all keys together exceed theirs.
+        bounds, and the oldest ones of the key with the most bytes if all keys together exceed their bound.
 
         The newest example of a key stays, however large it is.
         """
@@ -220,7 +220,7 @@ class KeyQuota:
 
 
 def _oldest(items: dict[str, int], count: int, nbytes: float) -> list[str]:
-    """Return the oldest ids of ``items`` (id -> bytes), at least ``count`` and ``nbytes``; never the newest one."""
+    """Return the oldest ids of ``items`` (id -> bytes): at least ``count`` ids and ``nbytes``, never the newest."""
     found: list[str] = []
     for name, size in islice(items.items(), max(0, len(items) - 1)):
         if count <= 0 and nbytes <= 0:

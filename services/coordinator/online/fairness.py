@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 WITHOUT_SOURCE = ("default", "invalid")
-"""Reasons of rewards without a source. A return that includes feedback has another reason."""
+"""Reasons of rewards that contain no feedback, so that no source of feedback determined them."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
@@ -64,7 +64,7 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
 
 
 def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence[str], reason: str) -> float:
-    """Return the factor of a trajectory's advantages: below 1 if one of its judges is a new source, 0 if it is masked.
+    """Return the factor of a trajectory's advantages: 0 if the trajectory is masked, below 1 if a judge is new.
 
     One new judge suffices, because each judge contributes to the reward.
     """
@@ -84,7 +84,7 @@ def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence
 def flaws_of_weights(
     entries: Iterable[Iterable[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> list[str]:
-    """Describe wrong weights: of admissions (not as earlier feedback implies), and of groups (not as admitted)."""
+    """Describe admissions whose weight does not follow from earlier feedback, and groups not weighted as admitted."""
     flaws: list[str] = []
     agreements: dict[str, Paired] = {}
     admissions: dict[int, Admission] = {}
@@ -123,7 +123,11 @@ class Owners(NamedTuple):
 
 
 def owners_of(admission: Admission) -> Owners:
-    """Return the owners of an admitted trajectory. Ledgers of earlier versions name only the newest judge."""
+    """Return the owners of an admitted trajectory.
+
+    An empty list of judges or users means ``key_id`` or ``user``; an empty list of askers means the judges. In ledgers
+    of earlier versions, which have no list of judges, ``key_id`` is the newest judge.
+    """
     judges = admission.judges or [admission.key_id]
     users = admission.users or [admission.user]
     return Owners(tuple(judges), tuple(admission.askers or judges), tuple(users))
@@ -138,7 +142,7 @@ class OwnerShares:
     """Counts trajectories by owner, and accepts none that would exceed an owner's share of ``size``.
 
     Args:
-        least: number that every owner may have, however small the share is.
+        least: number of trajectories that every owner may have, however small the share is.
         strict: True: a share of 1 limits an owner to ``size``; False: it sets no limit.
     """
 
@@ -196,7 +200,7 @@ def flaws_of_shares(online: OnlineConfig, batch: Sequence[Owners]) -> list[str]:
 
 
 def has_several_owners(online: OnlineConfig, batch: Sequence[Owners]) -> bool:
-    """Return True if no single owner is behind all of ``batch``, for each kind of owner whose share is limited."""
+    """Return True if ``batch`` has at least two owners of each kind whose share is limited (keys, askers, users)."""
     bounded = (place for place, share in enumerate(share_limits(online)) if share < 1)
     return all(len({name for owners in batch for name in owners[place]}) > 1 for place in bounded)
 
@@ -214,9 +218,9 @@ def max_auxiliary_in_flight(job: OnlineJob) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InFlightBounds:
-    """Bounds of one owner's draws in flight: of all draws, and of draws for auxiliary losses (not the policy loss).
+    """Limits of each owner's draws in flight: one for all draws, one for auxiliary losses (not the policy loss).
 
-    Every owner may have one auxiliary draw, because a share of the few that an update takes may be less than one.
+    Every owner may have one auxiliary draw: an update takes so few that an owner's share of them may be below one.
     """
 
     all: OwnerShares
@@ -224,7 +228,7 @@ class InFlightBounds:
 
     @classmethod
     def of(cls, job: OnlineJob) -> InFlightBounds:
-        """Return bounds with nothing in flight."""
+        """Create the bounds of a job; no draw is counted yet."""
         return cls(
             OwnerShares(job.online, job.max_draws, strict=False),
             OwnerShares(job.online, max_auxiliary_in_flight(job), least=1, strict=False),
@@ -263,11 +267,11 @@ def within_bounds(
     join: Callable[[Collection[int]], list[list[int]]],
     owners: Callable[[Sequence[int]], tuple[Owners, Objective]],
 ) -> list[list[int]]:
-    """Return the trajectories of an episode, each as the positions of its turns, that fit into the bounds with nothing
-    else in flight; earlier ones have priority.
+    """Return the trajectories of an episode, each as the positions of its turns, that its owners may have in flight
+    if they have no other draws in flight. Earlier trajectories have priority.
 
-    They are admitted together. More would never fit: no batch may exceed an owner's share, and the policy loss cannot
-    use trajectories that are older than the batches in flight.
+    The returned trajectories are admitted together. More of them would never fit: no batch may exceed an owner's share,
+    and the policy loss cannot train trajectories that are older than the batches in flight.
 
     Args:
         places: positions in the episode of the turns that can be trained on.

@@ -53,7 +53,7 @@ def group_of(
 ) -> Group:
     """Build one trajectory from turns: the first prompt, then sampled tokens and, masked, the context between them.
 
-    Context tokens get the first version of the turn after them, which read them. Their log-probs are 0 and never used.
+    Context tokens get the first version of the next turn, whose prompt contains them. Their log-probs are 0 and unused.
     The attempt follows from the draw, so every leader makes the same group.
 
     ``temperature``: training temperature; None: the sampling temperature of the turns, which is the same for all.
@@ -99,7 +99,7 @@ def group_of(
 
 
 def _transcripts(turns: Sequence[Interaction]) -> dict[str, list[str]]:
-    """Return the text after the first prompt as a field of ``meta``; {} for one turn, or without stored prompts."""
+    """Return an entry for ``meta`` with the text after the first prompt; {} for one turn, or without stored prompts."""
     first, last = turns[0].prompt, turns[-1]
     if len(turns) == 1 or not first or not last.prompt.startswith(first):
         return {}
@@ -201,7 +201,7 @@ class GroupMaker:
 
     @property
     def num_pending(self) -> int:
-        """Number of groups that are requested but not made yet."""
+        """Number of requested groups that are not published yet."""
         return len(self._pending)
 
     async def run(self) -> None:
@@ -331,8 +331,8 @@ class GroupMaker:
     def _is_audited(self, name: str) -> bool:
         """Return True if the posted interaction ``name`` is in the sample whose log-probs a worker recomputes.
 
-        The id decides, so every leader agrees. Workers compute log-probs at temperature 1, so the log-probs of answers
-        that were sampled at another temperature cannot be compared.
+        A hash of the id decides, so every leader agrees. The caller asks only about answers sampled at temperature 1,
+        because workers compute log-probs at this temperature.
         """
         return xxhash.xxh32_intdigest(name.encode()) < self._config.online.posted.audit_share * (1 << 32)
 

@@ -68,7 +68,7 @@ TOO_MANY_WAITING, JOB_ENDED, ERASED, TOO_MANY_UNMATCHED = (
 MAX_WAITING = 50_000
 """Maximum number of undecided episodes; above this the leader rejects some."""
 RELIEF = 0.75
-"""Share of a limit down to which episodes are dropped once there are more, so that drops are rare."""
+"""Once the episodes exceed a limit, the leader drops them down to this share of it, so that drops are rare."""
 
 
 class Matching:
@@ -92,34 +92,35 @@ class Matching:
         """Feedback without a known target; interactions that are never trained; retractions that arrived before their
         item."""
         self._episode_keys: dict[str, str] = {}
-        """Undecided interaction, or id of its episode -> key of the episode in ``episodes``."""
+        """Id of an undecided interaction, or of its episode -> key of the episode in ``episodes``."""
         self._undecided = UndecidedFeedback()
         self._holders: dict[str, Holder] = {}
-        """Holders of the items that are matched with a target, by item."""
+        """Item that is matched with a target -> the dictionary that holds it."""
         self._metrics = {
             name: metric for name in {REWARD, *job.online.metrics} - {COMMENT, DEMONSTRATION}
             if (metric := job.online.metric(name)) is not None
         }  # fmt: skip
-        """Metrics whose values are only used as rewards."""
+        """Metrics whose values are rewards, never off-policy examples."""
         self.final = FinalStatuses()
         self._changed_names: dict[str, None] = {}
         self._swept_version = -1
         """Policy version of the newest full sweep."""
         self._settled_between_sweeps: set[str] = set()
-        """Episodes settled for another version since the newest full sweep."""
+        """Episodes that were settled after the newest full sweep, for another version than ``_swept_version``."""
         self._next = (1, 1)
         self.num_waiting = 0
         """Number of undecided interactions."""
         self._num_started = 0
         """Number of episodes so far; orders episodes by their start."""
         self._by_version: dict[int, dict[str, None]] = {}
-        """Version -> episodes whose outcome may change when updates start from it: then a token is too old, or no
-        longer newer than the policy in the ledger."""
+        """Version -> episodes whose outcome may change once updates start from this version, because a token is then
+        too old, or no longer newer than the policy in the ledger."""
         self._turn_seqs = LazyHeap[str](self._is_turn_at, lambda: self.num_waiting)
         """Sequences of undecided interactions, by episode."""
         self._due_times = LazyHeap[str](self._is_due_at, lambda: len(self.episodes))
         self._received_times = LazyHeap[str](self._is_expiring, self._undecided.items.__len__)
-        """Times at which episodes change without a new fact, and at which items without a target were received."""
+        """``_due_times``: when episodes change without a new fact. ``_received_times``: when items were received that
+        lack their target or a record."""
 
     def restore(self, state: LedgerState) -> None:
         """Restore the decisions that the ledger names."""
@@ -129,7 +130,7 @@ class Matching:
     # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Return the sequences of both streams below which all is decided except the episodes and items ``without``."""
+        """Return for each stream the sequence below which all but the episodes and items ``without`` is decided."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
         interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
@@ -232,7 +233,7 @@ class Matching:
         return ERASED if ERASED in map(self.final.targets.get, targets_of(item)) else ""
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[FeedbackStatus]:
-        """Remove the data that a user's deletion names; return statuses of other feedback on it, which is rejected."""
+        """Remove the data that a user's deletion names; reject other feedback on this data, and return its statuses."""
         statuses: list[FeedbackStatus] = []
         for name in map(canonical_id, erasure.feedback):
             self._end_feedback(name, ERASED)
@@ -373,7 +374,7 @@ class Matching:
             self.unmatched.add(item.target, moved)
 
     def _detach(self, name: str) -> None:
-        """Remove an undecided item from its recorded holder; another turn may have the target's name by now."""
+        """Remove an undecided item from everything that holds it, such as the feedback on its target."""
         item = self._undecided.remove(name)
         if item is None:
             return
@@ -416,7 +417,7 @@ class Matching:
         return [*self._close_feedback(name, "retracted", f"by {item.id}", now), *statuses]
 
     def _changed_without_facts(self, version: int, now: float) -> set[str]:
-        """Return the episodes to settle again without new facts: the policy, the time or a user's consent changed."""
+        """Return the unchanged episodes to settle again, because the policy, the time or a user's consent changed."""
         low, high = sorted((self._swept_version, version))
         found = {name for at, names in self._by_version.items() if low < at <= high for name in names}
         found = (found | self._settled_between_sweeps) & self.episodes.keys()
@@ -434,7 +435,7 @@ class Matching:
             self._by_version.setdefault(version, {})[key] = None
 
     def _versions(self, interaction: Interaction) -> set[int]:
-        """Return the first version for which an answer is too old, and the version of its newest token."""
+        """Return the first version for which an answer is too old, and the version that sampled its newest token."""
         versions = [span.version for span in interaction.spans] or [0]
         return {min(versions) + self.job.train.max_lag + 1, max(versions)}
 
@@ -445,7 +446,7 @@ class Matching:
         return key in self.episodes and key not in self.ready and self.episodes[key].due == due
 
     def _is_expiring(self, received: float, name: str) -> bool:
-        """Return True if an item received at this time still lacks its target, or a record that it refers to."""
+        """Return True if item ``name`` with time ``received`` still lacks its target or a record that it refers to."""
         item = self._undecided.items.get(name)
         if item is None or item.feedback.received != received or name in self._holders:
             return False
@@ -471,7 +472,7 @@ class Matching:
     def _refuse(
         self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None
     ) -> list[FeedbackStatus]:
-        """Refuse an episode permanently for ``reason``; ``reasons`` has other reasons of turns, by canonical id."""
+        """Refuse an episode for ``reason``; turns in ``reasons``, by canonical id, have a reason of their own."""
         episode = self.episodes[key]
         reason_of_turn = same_reason(episode.turns, reason) | dict(reasons or {})
         self.refused_interactions.add(reason_of_turn, now)
@@ -518,7 +519,7 @@ class Matching:
     def _close_feedback(
         self, name: str, status: StatusName, reason: str, now: float, seq: int = 0
     ) -> list[FeedbackStatus]:
-        """Give an item that was not admitted its final status; ``seq`` is set for an item that was not held."""
+        """Give an item that was not admitted its final status; pass ``seq`` for an item that is not held here."""
         self._end_feedback(name, status, seq)
         return [feedback_status(name, status, reason, now)]
 
@@ -578,7 +579,8 @@ def max_ready(max_draws: int) -> int:
 def overload_victims(waiting: Iterable[tuple[str, str]], most: int) -> list[str]:
     """Return the names to drop from ``waiting`` (owner and name, oldest first) if there are more than ``most``.
 
-    These are the oldest names of the owner with the most, until enough are dropped or the next owner has as many.
+    They are the oldest names of the owner with the most names. One call drops at most as many as this owner has more
+    than the next one, or a quarter of its names if that is more.
     """
     by_owner: defaultdict[str, list[str]] = defaultdict(list)
     for owner, name in waiting:

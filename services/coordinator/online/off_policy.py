@@ -52,7 +52,7 @@ MAX_RECHECKS = 4_000
 
 
 class ClosedEpisodes:
-    """Decided posted episodes, so that a late turn does not begin a new episode."""
+    """Keys of decided posted episodes, by which a late turn is recognized, so that it begins no new episode."""
 
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, None] = OrderedDict()
@@ -104,17 +104,17 @@ class OffPolicyExamples:
         self.temperature = job.sampling.temperature
         """Current sampling temperature of the job."""
         self._missing: set[str] = set()
-        """Interactions without a record that examples refer to, or have referred to since the newest sweep."""
+        """Interactions whose record is missing, and to which examples refer or have referred since the newest sweep."""
         self._by_target: dict[str, dict[str, None]] = {}
         """Interaction -> examples that refer to it, in their order."""
         self._unreferenced: set[str] = set()
         """Interactions that no example refers to; the next sweep drops their records."""
         self._changed_items: dict[str, None] = {}
-        """Examples that the next full sweep checks: a record arrived, or a user's consent changed."""
+        """Examples that the next full sweep settles again, for example because a record arrived."""
         self._settled_for: PolicyState | None = None
-        """Policy state of the newest full sweep."""
+        """State of the policy at the newest full sweep."""
         self._to_recheck: list[tuple[int, str]] = []
-        """Posted interactions to settle again for ``_settled_for``, as ``(order of arrival, id)``, the oldest last."""
+        """Posted interactions to settle again after a policy change: ``(order of arrival, id)``, the oldest last."""
         self._due = LazyHeap(self._is_due_at, lambda: len(self._episodes))
         """Times at which posted episodes close without a further turn."""
         self._order: dict[str, int] = {}
@@ -122,7 +122,7 @@ class OffPolicyExamples:
         """Number of examples so far; orders examples by arrival."""
         self._queue: list[tuple[int, int, str]] = []
         self._queued: dict[str, tuple[int, int]] = {}
-        """Heap of ready examples by sequence; entries that are no longer ready are skipped."""
+        """``_queue`` is a heap of ready examples by sequence; readers skip entries that are no longer ready."""
         self._consenting: dict[str, tuple[str, ...]] = {}
         self._users: Counter[str] = Counter()
         """Number of ready examples and complete episodes that depend on each user's consent."""
@@ -146,7 +146,7 @@ class OffPolicyExamples:
         return f"{name}_is_no_reward" if name in unused else ""
 
     def add(self, seq: int, item: Feedback) -> FeedbackItem:
-        """Add an example without the fields that only training needs; return the stored item."""
+        """Add an example, and return the item as it is kept: without the fields that only training needs."""
         kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body} or EMPTY_BODY
         if item.kind == "interaction":
             self._facts[item.id] = facts_of(item)
@@ -216,7 +216,7 @@ class OffPolicyExamples:
                 self._unreferenced.add(target)
 
     def episode_key(self, item: Feedback) -> str:
-        """Return the posted episode of which an item is a turn, scoped to its API key; '' for a single item."""
+        """Return API key id and name of the posted episode that an item is a turn of; '' for a single item."""
         if item.kind != "interaction" or not item.episode or not self._job.online.has_credit:
             return ""
         return f"{item.key_id} {item.episode}"
@@ -289,10 +289,10 @@ class OffPolicyExamples:
         return refused
 
     def _changed_without_facts(self, policy: PolicyState, now: float, opted_out: Callable[[str], bool]) -> set[str]:
-        """Return the examples to settle without new facts of their own.
+        """Return the examples that a full sweep settles beside those that just changed.
 
-        These are: examples marked as changed, after a change of the policy at most ``MAX_RECHECKS`` posted ones at a
-        time, a turn of each overdue episode, and examples or turns of users who object now.
+        They are the examples in ``_changed_items``, the examples or turns of users who object now, and one turn of each
+        overdue episode. After a change of the policy, each call also returns up to ``MAX_RECHECKS`` posted examples.
         """
         found = {name for name in self._changed_items if name in self.items}
         self._changed_items.clear()
@@ -361,7 +361,7 @@ class OffPolicyExamples:
     def _offer_episode(
         self, key: str, episode: PostedEpisode, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
     ) -> dict[str, str]:
-        """Make the trajectories of a finished episode ready; return the reasons by item if nothing of it is used."""
+        """Make the trajectories of a finished episode ready, or return the reasons by item if none is trained."""
         if not episode.is_over(self._job, now):
             self._due.put(episode.due, key)
             return {}
@@ -401,7 +401,7 @@ class OffPolicyExamples:
                 yield [self.ready[one] for one in names]
 
     def _settle(self, name: str, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
-        """Make one example without an episode ready, or return why it is rejected."""
+        """Settle an example outside of episodes; return the reason to reject it, '' if it waits or is ready."""
         item = self.items[name]
         self.ready.pop(name, None)
         self._unwatch_consent(name)
@@ -420,7 +420,7 @@ class OffPolicyExamples:
 
     @property
     def lowest_seq(self) -> int:
-        """Lowest sequence of an interaction that an undecided example refers to, or ``MAX_SEQ``."""
+        """Lowest sequence number of an interaction that an undecided example refers to; ``MAX_SEQ`` if none does."""
         return min((record.seq for record in self.records.values()), default=MAX_SEQ)
 
     def discard_unused_records(self) -> None:
@@ -457,9 +457,9 @@ class OffPolicyExamples:
         )  # fmt: skip
 
     def _refusal_by_records(self, feedback: Feedback, records: list[InteractionRecord]) -> str:
-        """Return why the records of the interactions that an example refers to exclude the example, or ''.
+        """Return the reason to refuse an example because of the interactions that it refers to, or ''.
 
-        Consent, split and lengths apply to imitation, too.
+        ``records`` are the records of these interactions. Consent, split and lengths apply to imitation, too.
         """
         same_key = self._job.online.raters == "same_key"
         checks = {

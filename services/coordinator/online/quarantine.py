@@ -12,7 +12,7 @@ Two rules apply, each to one source (API key) and metric:
   standard deviations of that average, sigma sqrt(w / (2 - w)) (EWMA control chart; Roberts 1959).
 
 The share of a boolean metric is estimated with two values of each kind added (Agresti and Coull 1998), so that a value
-that never occurred is not unusual for that reason alone.
+is not unusual merely because it never occurred before.
 
 Usual values are learned only from accepted feedback, so rejected feedback shifts nothing. The moving average takes
 every value but outliers, so that a source that returns to normal is accepted again.
@@ -57,7 +57,7 @@ class Window:
         self._ordered: list[float] = []
         self._sum = self._squares = 0.0
         self._since = 0
-        """Number of values since the sums were recomputed, because adding and subtracting leaves rounding errors."""
+        """Number of values added since the sums were recomputed; recomputing removes accumulated rounding errors."""
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -105,7 +105,7 @@ class Window:
         return upper if len(self) % 2 else (self._distance(centre, half) + upper) / 2
 
     def _distance(self, centre: float, count: int) -> float:
-        """Return the least distance from ``centre`` within which ``count`` values lie: neighbors in sorted order."""
+        """Return the least distance from ``centre`` within which ``count`` values lie."""
         values, low, high = self._ordered, 0, len(self._ordered) - count
         while low < high:
             middle = (low + high) // 2
@@ -190,7 +190,7 @@ DECIDING = frozenset({"release", "drop"})
 MAX_HELD = 10_000
 """Maximum held items; above this the oldest one is rejected."""
 MAX_JUDGED = 100_000
-"""Maximum number of items whose newest judged revision is kept, to judge each revision once; also of rejected items."""
+"""Maximum number of items whose newest judged revision is kept, and maximum number of rejected items that are kept."""
 
 
 class Quarantine:
@@ -202,14 +202,14 @@ class Quarantine:
         self._outliers = Outliers(self._config or QuarantineConfig())
         self._held: OrderedDict[str, FeedbackItem] = OrderedDict()
         self._recorded: dict[str, int] = {}
-        """Items that the ledger records as held, even if released since, and the sequences of those revisions."""
+        """Item that the ledger records as held (it may be released by now) -> sequence of the recorded revision."""
         self._consumed: frozenset[str] = frozenset()
         self._rejected: OrderedDict[str, float] = OrderedDict()
-        """Items that this or an earlier leader rejected, each with a time: revisions received later count again."""
+        """Item that a leader rejected -> time: revisions received up to it are ignored, later ones are judged anew."""
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> newest revision that was judged."""
         self._released: set[str] = set()
-        """Items whose release was read before them, because a user's deletion copied them to a later message."""
+        """Items whose release the leader read before the items: a user's deletion copied them to a later message."""
 
     def restore(self, state: LedgerState) -> None:
         """Restore the held and the rejected items that the ledger records."""
@@ -271,7 +271,7 @@ class Quarantine:
     def _is_recorded(self, seq: int, item: Feedback) -> bool:
         """Return True if the ledger records this revision as held.
 
-        A user's deletion may have copied the first revision of an item to a later message than the recorded one.
+        A first revision above the recorded sequence is a copy that a user's deletion made, and counts as recorded.
         """
         recorded = self._recorded.get(item.id)
         return recorded is not None and (seq <= recorded or not item.revision)
@@ -285,7 +285,7 @@ class Quarantine:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def draft(self, draft: Draft) -> None:
-        """Add the held items that the ledger does not record yet, before anything is decided without them."""
+        """Add to ``draft`` the held items that the ledger does not record yet; call before other data is admitted."""
         known = draft.state.quarantined
         new = {name: item.seq for name, item in self._held.items() if known.get(name) != item.seq}
         if new:
@@ -324,7 +324,7 @@ class Quarantine:
         return self._outliers.judge(item.key_id, item.metric, item.value, span)
 
     def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[FeedbackStatus]:
-        """Hold an item; an empty ``reason`` means that its status is already published."""
+        """Hold an item in quarantine; return the statuses to publish. ``reason`` is '' if the item's is published."""
         self._held[item.id] = FeedbackItem(seq, item)
         statuses = [feedback_status(item.id, "quarantined", reason, now)] if reason else []
         if len(self._held) > MAX_HELD:
@@ -359,7 +359,7 @@ class Quarantine:
             self._outliers.learn(item.key_id, item.metric, item.value)
 
     def _reject(self, name: str, reason: str, now: float) -> FeedbackStatus:
-        """Reject a held item and return its status. Later copies of the item are ignored, later revisions are not."""
+        """Reject a held item; return its status. The leader ignores later copies of it, but judges later revisions."""
         self._rejected[name] = self._held.pop(name).feedback.received
         if len(self._rejected) > MAX_JUDGED:
             self._rejected.popitem(last=False)

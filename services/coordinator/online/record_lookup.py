@@ -1,4 +1,4 @@
-"""Finds records in the streams: interactions by sequence or name, and items that are stored a second time.
+"""Finds records in the streams: interactions by sequence or name, and copies of feedback that was stored again.
 
 A user's deletion reads a message, removes that user's items, and stores the rest again, while the leader continues to
 decide. A leader also skips a message that it cannot read; once the message is readable, it is stored again. In both
@@ -57,7 +57,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class InteractionReader:
-    """Reads interactions that the leader read long ago.
+    """Reads interactions from the stream that the leader no longer has in memory.
 
     Args:
         retry: returns the leader's ``Retry``, which repeats requests and reports the wait while the bus is unavailable.
@@ -66,7 +66,7 @@ class InteractionReader:
     def __init__(self, bus: Bus, job: str, retry: Callable[[], Retry]) -> None:
         self._bus, self._job, self._retry = bus, job, retry
         self._missing = DecidedNames()
-        """Names without a usable record: posting them again costs no further request."""
+        """Names without a usable record: further feedback that refers to them costs no request."""
 
     async def by_seq(self, seqs: Iterable[int]) -> dict[int, Interaction]:
         """Return the records that still exist at these sequences."""
@@ -202,7 +202,7 @@ class RestoredCopies:
         return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
 
     async def _look(self, message: Message) -> None:
-        """Look up the ids of all copies from this message on at once, because a deletion leaves many."""
+        """Find the decided items in this and all later copies in one look-up, as a deletion leaves many copies."""
         places = await _copy_seqs(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
         names = ids_in(item for items in map(_items_of, copies.values()) for item in items)
@@ -220,7 +220,10 @@ async def find_restored_copies(bus: Bus, job: str, name: str, seq: int) -> list[
 
 
 async def _copy_seqs(bus: Bus, job: str, start_seq: int, *, was: int | None = None) -> list[int]:
-    """Return the sequences of copies from ``start_seq`` on; ``was``: only copies of the message at this sequence."""
+    """Return the sequences of the messages, from ``start_seq`` on, that deletions stored as copies of other messages.
+
+    ``was``: return only copies of the message that had this sequence; None: return all copies.
+    """
     found = await bus.read(subjects.FEEDBACK, subjects.feedback(job), start_seq=start_seq, headers_only=True)
     before = ((message.seq, message.headers.get(RESTORED_HEADER, "").split()) for message in found)
     return [seq for seq, places in before if places and (was is None or str(was) in places)]
@@ -246,10 +249,10 @@ async def requeue_dead_letter(
 
     Args:
         archive: has the older entries of the ledger.
-        matching, quarantine: hold what is undecided; the ledger names the rest.
+        matching, quarantine: have the leader's undecided data. Neither this nor decided or deleted data is restored.
 
     Raises:
-        ProtocolError: this version cannot decode the message either.
+        ProtocolError: this version of the coordinator cannot decode the message either.
         Unavailable: the bus is unavailable; the message may be stored or not. Safe to repeat.
     """
     data = dead_letter.data

@@ -149,7 +149,7 @@ class FreeSlots:
         return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
     def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
-        """Return True if this many draws fit. More than the limit itself fit only if nothing else is in flight."""
+        """Return True if so many draws fit. More than the job's limit fit only while none of that kind is in flight."""
         policy, auxiliary = min(policy, job.max_draws), min(auxiliary, max_auxiliary_in_flight(job))
         fits = policy <= max(0, self.policy) and auxiliary <= max(0, self.auxiliary)
         return fits and policy + auxiliary <= self.groups
@@ -166,7 +166,7 @@ class LiveSource:
 
     Args:
         matching: undecided interactions and feedback; read here, changed only by facts.
-        quarantine: held feedback; recorded before anything is admitted without it.
+        quarantine: held feedback; each decision records it before it admits other data.
     """
 
     redraws = False
@@ -177,7 +177,7 @@ class LiveSource:
         self.no_signal = ""
         """Why the newest batch had no learning signal, or ''."""
         self.erased: set[int] = set()
-        """Ordinals admitted from users whose data was deleted."""
+        """Ordinals of admitted draws whose data a user's deletion covers."""
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class LiveSource:
         self.no_signal = same
 
     def judge(self, draft: Draft) -> None:
-        """Add the samples of a canary trial; called before ``draw``, whose low-water marks pass their interactions."""
+        """Add the samples of a canary trial; must precede ``draw``, which moves the low-water marks past their data."""
         self._matching.trials.draft(draft)
 
     # -- batches -------------------------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ class LiveSource:
             return f"{text}; a batch has at least {MIN_BATCH}: one has nothing to be compared with"
         if unsealed < self._job.groups_per_batch:
             return text
-        return f"{text}; nobody may have more than their share of a batch, so others must be heard"
+        return f"{text}; no user may have more than their share of a batch, so feedback of others is needed"
 
 
 def admission_of(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajectory, start: int) -> Admission:
@@ -371,11 +371,12 @@ def admission_of(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Traject
 def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
     """Return the next batch, or [] if it is not time for one.
 
-    A full batch has `train.batch_size` groups for the policy loss. A smaller one is trained once the oldest group has
-    waited `online.max_wait_s`; where shares are bounded, the oldest groups of two owners must have waited, or the
-    surplus of one owner would make every batch a small one. Groups for auxiliary losses join the batch. They form a
-    batch of their own if there are no groups for the policy loss, or if these must wait and do not become too old
-    meanwhile; never in a job with a promotion gate, whose bounds may concern values that only the policy loss measures.
+    A full batch has `train.batch_size` groups for the policy loss. A smaller batch is due once a group has waited
+    `online.max_wait_s`. If the shares of owners are bounded, groups of two owners must have waited so long: otherwise
+    the surplus of one owner would make every batch small. Groups for auxiliary losses join the batch. They form a batch
+    of their own in two cases: a batch is due and the groups for the policy loss, if any, can wait for the next one; or
+    no groups for the policy loss are ready, and the auxiliary ones fill their part. A job with a promotion gate has no
+    batches without the policy loss, because its bounds may concern values that only the policy loss measures.
     """
     admissions, limit = draft.state.admissions, auxiliary_per_batch(job)
     policy = [draw for draw in ready if admissions[draw.ordinal].objective == "policy"]
@@ -394,13 +395,16 @@ def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
 
 
 def _can_wait(job: OnlineJob, draft: Draft, policy: Sequence[Draw]) -> bool:
-    """Return True if all of these may still be trained after one more version."""
+    """Return True if all groups of the draws ``policy`` may still be trained one version later."""
     next_start = draft.state.start_version(draft.state.next_number) + 1
     return not any(draft.candidates[draw].is_stale(next_start, job.train.max_lag) for draw in policy)
 
 
 def _policy_part(job: OnlineJob, draft: Draft, policy: Sequence[Draw], *, due: bool) -> list[Draw]:
-    """Return the part of the batch for the policy loss, oldest policy first; if ``due``, it need not be full."""
+    """Return the draws of the batch for the policy loss, oldest policy first, or [] if there are too few.
+
+    They must fill the batch, unless ``due``.
+    """
     size, admissions = job.groups_per_batch, draft.state.admissions
     ordered = sorted(policy, key=lambda draw: (draft.candidates[draw].header.min_version, draw))
     assumed = [draw for draw in ordered if admissions[draw.ordinal].reason == ASSUMED]

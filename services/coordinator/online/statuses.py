@@ -75,7 +75,7 @@ def feedback_status(
 
 
 def feedback_statuses(events: Sequence[Event], state: LedgerState) -> list[FeedbackStatus]:
-    """Derive statuses of feedback from committed events; ``state`` is the ledger after them."""
+    """Derive the statuses of feedback items from committed events; ``state`` already includes these events."""
     ended = [
         feedback_status(name, _status_name(one.status), reason, one.time or event.time, revision=one.revision)
         for event in events
@@ -95,7 +95,7 @@ def feedback_statuses(events: Sequence[Event], state: LedgerState) -> list[Feedb
 
 
 def interaction_statuses(events: Sequence[Event], state: LedgerState) -> list[InteractionStatus]:
-    """Derive statuses of interactions from committed events; ``state`` is the ledger after them."""
+    """Derive the statuses of interactions from committed events; ``state`` already includes these events."""
     admissions = (one for event in events if isinstance(event, Admitted) for one in event.admissions)
     refused = [status for one in admissions for status in refused_statuses(one.refused, one.time)]
     refused += [
@@ -283,7 +283,7 @@ def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
 def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
     """Return ``(kind, id of the other item)`` for the reason of a retraction, ``(reason, '')`` for any other reason.
 
-    A retraction is split only if both ids are canonical UUIDs, because packed ids keep no others in order.
+    A retraction is split only if both ids are canonical UUIDs, because ``PackedIds`` keeps only such ids in order.
     """
     kind, _, other = status.reason.partition(" ")
     is_retraction = status.status == "retracted" and kind in (RETRACTED_BY, RETRACTS)
@@ -299,7 +299,7 @@ def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInt
 
 
 class DecidedNames(dict[str, str]):
-    """Reasons of decisions by name: the id of an interaction, episode or item. Drops the oldest names not pinned.
+    """Reasons of decisions by name (id of an interaction, episode or item). Drops the oldest names that are not pinned.
 
     A dict subclass for speed: a new leader may look up a million waiting items several times each.
     """
@@ -344,7 +344,7 @@ class FinalStatuses:
 
     Attributes:
         targets: reason for which each interaction or episode was decided.
-        feedback: by item, one text of its final status, a space and the sequence of the newest message that counted.
+        feedback: item -> text of its final status, a space, and the sequence of the newest message that counted.
     """
 
     def __init__(self) -> None:

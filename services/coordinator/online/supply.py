@@ -69,7 +69,7 @@ SETTLED_AT_ONCE = 500
 MAX_UNPUBLISHED = 10_000
 """Number of non-final statuses that a new leader collects before it publishes them."""
 MAX_UNTAKEN = 64
-"""Maximum queued messages of a subject; decisions and other facts of the leader wait behind them."""
+"""Maximum number of messages of a subject that are queued for the leader; its decisions wait behind them."""
 FULL_SHARE = 0.5
 """Above this share of INTERACTIONS or FEEDBACK the leader purges decided messages."""
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
@@ -445,7 +445,7 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return the recorded temperature ``settings``, or the job file's for None: earlier versions record none."""
+        """Return ``settings``, the temperature that the ledger has for a draw; if it has none, that of the job file."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:

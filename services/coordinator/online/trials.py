@@ -20,19 +20,23 @@ from penstock.shared.protocol.live.interaction import CANARY
 __all__ = ["TrialSample", "TrialSamples", "trial_sample_of"]
 
 MAX_SAMPLES = 50_000
-"""Samples that wait for the next decision; above this the oldest ones are dropped."""
+"""Maximum number of samples that wait for the next decision; above this the oldest ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialSample:
-    """Result of an episode that one version answered; ``started`` is when its first answer was requested."""
+    """Result of an episode whose answers all came from ``version``; ``started`` is the time of its first request."""
 
     version: int
     started: float
     judged: Judged
 
     def belongs_to(self, canary: CanaryBegun) -> bool:
-        """Return True if the sample belongs to this trial: by the version of its arm, and by its start."""
+        """Return True if the sample counts in the trial ``canary``.
+
+        The version of the sample's arm must have answered. An episode that the served version answered must also have
+        started since the trial began.
+        """
         if self.judged.is_canary:
             return self.version == canary.version
         return self.version == canary.served and self.started >= canary.time
@@ -41,7 +45,7 @@ class TrialSample:
 def trial_sample_of(
     job: OnlineJob, turns: Sequence[Turn], decisions: Sequence[Decision], judges: Collection[str]
 ) -> TrialSample | None:
-    """Return the sample of a settled episode, or None if its job runs no trial or it cannot be compared.
+    """Return the sample of a settled episode, or None if the job runs no trials or the episode is not comparable.
 
     An episode is comparable if, apart from the trial, it could be trained, if one version answered all of it, and if
     its feedback is complete.
@@ -72,7 +76,7 @@ class TrialSamples:
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
         self._samples: dict[str, TrialSample] = {}
-        """By first interaction; a sample that changes before it is recorded counts with its newest feedback."""
+        """Samples by the first interaction of their episode; new feedback replaces a sample until it is recorded."""
 
     def update(self, first: str, sample: TrialSample | None) -> None:
         """Set the sample of an episode by its ``first`` interaction; None removes it."""

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAX_SEQ = 1 << 62
-"""Number that sorts behind every sequence of a stream."""
+"""Number above every sequence of a stream."""
 UNNUMBERED = 1 << 62
 """Sort key that puts turns without a number last."""
 DISCONNECTED = "client_disconnected"
@@ -81,7 +81,7 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """Dictionary that holds an undecided item: the feedback on a turn of the episode ``key``, or on all of it."""
+    """Dictionary that contains an undecided item: the feedback on one turn of the episode ``key``, or on the whole."""
 
     key: str
     items: dict[str, FeedbackItem]
@@ -89,7 +89,10 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Turn:
-    """One interaction, the sequence of its message, the feedback on it by id, and why it is refused, once known."""
+    """One interaction, the sequence of its message, and the feedback on it by id.
+
+    ``refusal`` is the reason why the turn is never trained, or ''; None until it is computed.
+    """
 
     seq: int
     interaction: Interaction
@@ -118,11 +121,11 @@ class PostedTurn:
 
 
 def tokens_of(item: Feedback, job: OnlineJob) -> TurnTokens:
-    """Return the tokens that place a posted interaction in its episode's tree, or none if nothing depends on them.
+    """Return the tokens that place a posted interaction in its episode's tree, or no tokens if its place is irrelevant.
 
-    Nothing depends on them for posts of text and for keys that the job does not train on: tokens stay in memory until
-    the episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained turn extends
-    them.
+    The place is irrelevant for posts of text and of keys that the job does not train on. Their tokens would only take
+    memory until the episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained
+    turn extends them.
     """
     tokens = item.body.get("token_ids") or []
     if not tokens or not can_learn_from(item.key_id, job):
@@ -168,8 +171,8 @@ class Arrivals:
 class Trajectory:
     """Turns that are trained as one sequence: each prompt after the first begins with all tokens before it.
 
-    ``feedback`` holds every item that shares the trajectory's status; ``judges`` are the API keys whose feedback made
-    its reward, feedback on later turns included; ``share`` is its weight beside the other trajectories of its episode.
+    ``feedback`` holds every item that shares the trajectory's status; ``judges`` are the API keys whose feedback,
+    on these or on later turns, determines the reward; ``share`` is its weight among the trajectories of its episode.
     """
 
     turns: tuple[Turn, ...]
@@ -180,7 +183,7 @@ class Trajectory:
     objective: Objective = "policy"
     share: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)
-    """Reasons, by canonical id, of the episode's turns that are never trained; only one trajectory of it has them."""
+    """Canonical id -> reason, of the episode's turns that are never trained; only one of its trajectories has them."""
 
     @cached_property
     def first(self) -> int:

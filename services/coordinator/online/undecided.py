@@ -58,7 +58,7 @@ class LazyHeap(Generic[N]):
         self._is_valid, self._num_names = is_valid, num_names
         self._heap: list[tuple[float, N]] = []
         self._unclean: list[tuple[float, N]] = []
-        """Another heap: the entries that are not cleaned yet."""
+        """Second heap, with the entries that are not cleaned yet."""
         self._cleaned: set[tuple[float, N]] = set()
 
     def __len__(self) -> int:
@@ -98,13 +98,13 @@ class LazyHeap(Generic[N]):
                 yield entry[1]
 
     def _lower(self) -> list[tuple[float, N]]:
-        """Return the heap whose first entry is lower; it is empty only if both heaps are."""
+        """Return the heap that has the lowest entry of both heaps; return an empty heap only if both are empty."""
         if not self._unclean or (self._heap and self._heap[0] <= self._unclean[0]):
             return self._heap
         return self._unclean
 
     def _clean(self) -> None:
-        """Take the last entries from the uncleaned heap, which stays a heap: drop outdated ones, move the others."""
+        """Remove some last entries of the second heap (it stays a heap), and move the valid ones to the first heap."""
         for _ in range(min(CLEANED, len(self._unclean))):
             entry = self._unclean.pop()
             if self._is_valid(*entry) and entry not in self._cleaned:
@@ -122,7 +122,7 @@ class UnmatchedFeedback:
 
     def __init__(self) -> None:
         self._targets: dict[str, FeedbackItem | dict[str, FeedbackItem]] = {}
-        """Most targets have one item; a dictionary holds several."""
+        """Target -> its item, or a dictionary of its items by id: most targets have only one, which saves memory."""
         self._keys: dict[str, dict[str, FeedbackItem]] = {}
         """Items by API key, oldest first. Plain dictionaries of ``FeedbackItem``, which the garbage collector skips."""
         self._count = 0

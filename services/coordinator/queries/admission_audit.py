@@ -35,7 +35,7 @@ __all__ = ["StoredFacts", "audit_admissions", "flaws_of_admission", "replay_admi
 MAX_AUDITED = 10_000
 """Number of newest admissions that an audit replays; more would take longer than users wait."""
 AT_ONCE = 256
-"""Number of admissions whose records are in memory at once, plus those of one decision."""
+"""Approximate number of admissions whose records are in memory at once; a decision is never split."""
 REWARD_TOLERANCE = 1e-6
 """Tolerance of rewards; small, because a replay sums the same numbers in the same order."""
 
@@ -105,7 +105,7 @@ async def _records(bus: Bus, seqs: set[int]) -> dict[int, Interaction]:
 
 @dataclass
 class StoredFacts:
-    """Messages of both streams, by sequence.
+    """Messages of INTERACTIONS (``records``) and FEEDBACK (``items``), by sequence.
 
     ``turns``: sequences of all records of an episode, by its name. ``oldest``: lowest sequence of a record of the job;
     earlier records may be gone.
@@ -120,10 +120,12 @@ class StoredFacts:
 def replay_admissions(admissions: Sequence[Admission], stored: StoredFacts, job: OnlineJob) -> tuple[int, list[str]]:
     """Replay the admissions of one decision; return ``(number replayed, differences)``.
 
-    Left out are admissions that have no interactions and belong to no posted episode, and admissions with missing
-    messages. Also left out are two kinds of episodes that differ from their replay. The first may have had turns older
-    than the oldest record, which would explain the difference: the replay still waits, the episode has branches, or
-    feedback names turns by number. The second has branches, but was decided by a version that did not know branches.
+    Skips admissions with missing messages, and admissions without interactions that belong to no posted episode. An
+    episode that differs from its replay is also skipped in two cases:
+
+    - Records of older turns may be gone, and that could explain the difference: the replay would still wait, the
+      episode has branches, or feedback names turns by number.
+    - The episode has branches, and an earlier release decided on it, which did not support branches.
     """
     episodes: defaultdict[str, list[Admission]] = defaultdict(list)
     for admission in admissions:
@@ -177,7 +179,7 @@ def _is_single(record: Interaction, job: OnlineJob) -> bool:
 
 
 def _items_of(group: Sequence[Admission], stored: StoredFacts) -> dict[str, FeedbackItem] | None:
-    """Return the feedback by id; None if some is gone."""
+    """Return the feedback that the admissions name, by id; None if an item is gone from the stream."""
     found: dict[str, FeedbackItem] = {}
     for name, seq in ((name, seq) for one in group for name, seq in one.feedback.items()):
         revisions = [item for item in stored.items.get(seq, ()) if item.id == name]
@@ -191,10 +193,10 @@ def _items_of(group: Sequence[Admission], stored: StoredFacts) -> dict[str, Feed
 def _possible_turns(
     group: Sequence[Admission], items: Mapping[str, FeedbackItem], stored: StoredFacts
 ) -> Iterator[list[int]]:
-    """Yield the turns that the leader may have known: all that had ended by the decision, or only the admitted ones.
+    """Yield the possible lists of turns that the leader had when it decided, as sequences of their records.
 
-    The leader may have read a record before or after the decision if the two happened at once. It knew every turn that
-    feedback names: nothing is yielded if the record of such a turn is gone.
+    The first list has all turns that had ended by then, the second only the admitted ones: the leader may not have read
+    a record that was stored at that moment. Lists without a turn that feedback names are not yielded.
     """
     own = {name: seq for one in group for name, seq in one.interactions.items()}
     first = stored.records[next(iter(own.values()))]
@@ -239,7 +241,8 @@ def _difference(
     stored: StoredFacts,
     job: OnlineJob,
 ) -> str | None:
-    """Return how admissions differ from their replay: '' if they do not, None if the replay would still wait."""
+    """Return how admissions differ from their replay: '' if they do not, None if the replay would still wait for
+    feedback."""
     episode = _served_episode(seqs, items, stored, job)
     admission = group[0]
     spans = [span for seq in admission.interactions.values() for span in stored.records[seq].spans]
@@ -324,12 +327,12 @@ def _posted_differences(group: Sequence[Admission], episode: PostedEpisode, job:
 def flaws_of_admission(
     entries: Sequence[Sequence[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> tuple[int, list[str]]:
-    """Check the admissions in a ledger; return ``(number of admissions, flaws)``. ``trained`` are the batches of the
-    job's lineage.
+    """Check the admissions in a ledger; return ``(number of admissions, flaws)``. ``trained``: batches of the job's
+    lineage.
 
-    An interaction is admitted once, with one permanent ordinal; an item of feedback counts once. A trained group has
-    the reward and the objective of its admission, which was within the lag bound if it served the policy loss. No owner
-    exceeded its share of a batch.
+    Each interaction is admitted at most once, and each item of feedback counts at most once. An admission for the
+    policy loss is within the lag bound. A trained group has the reward and the objective of its admission. No owner
+    exceeds its share of a batch.
     """
     max_lag, events = job.train.max_lag, [event for entry in entries for event in entry]
     admissions = [one for event in events if isinstance(event, Admitted) for one in event.admissions]

@@ -126,8 +126,8 @@ def audit_ledger(
 ) -> Audit:
     """Replay the ledger, check every decision in it and each of ``snapshots``, and return the findings.
 
-    ``snapshots`` maps the number of covered entries to a state; key 0 means that the covered entry is not in the
-    ledger.
+    ``snapshots`` maps the number of entries that a snapshot covers to its state. Key 0 means that the ledger lacks the
+    newest entry that the snapshot covers.
     """
     audit = Audit()
     sealed: dict[int, BatchSealed] = {}

@@ -156,7 +156,7 @@ class SampleBrowser:
 
 
 class VideoBrowser:
-    """Reader of videos of held-out episodes. A full stream drops the oldest ones of all jobs."""
+    """Reader of videos of held-out episodes. If the stream VIDEOS is full, it drops the oldest videos of all jobs."""
 
     def __init__(self, bus: Bus, store: JobStore) -> None:
         self._bus, self._store = bus, store
@@ -213,7 +213,7 @@ def _is_wanted(row: Row, *, min_reward: float | None, env: str | None) -> bool:
 
 
 def _past(rows: list[Row], after: str | None) -> list[Row]:
-    """Return the rows after the one with id ``after``; none if it is missing."""
+    """Return the rows after the row with id ``after``; none if no row has this id."""
     return list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
 
 

@@ -2,7 +2,7 @@
 
 Down-sampling preserves the shape of the curves, by largest-triangle-three-buckets (S. Steinarsson, "Downsampling Time
 Series for Visual Representation", 2013) over several curves with one axis: the area of a step is the sum of its
-triangles in every curve, each scaled to its range.
+triangles' areas in all curves, and each curve is scaled to its range.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | No
 
 
 def _largest(x_N: NDArray[np.float64], y_CN: NDArray[np.float64], last: int, here: slice, after: slice) -> int:
-    """Return the index in ``here`` with the largest triangle with the point ``last`` and the mean of ``after``."""
+    """Return the index within ``here`` of the step that forms the largest triangle with the step ``last`` and the mean
+    of the steps in ``after``. The areas of all curves are added."""
     later_C = _means(y_CN[:, after])
     base, later = x_N[last], x_N[after].mean()
     area_CK = np.abs(

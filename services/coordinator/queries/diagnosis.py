@@ -55,8 +55,8 @@ class Diagnosis:
     async def why(self, job: str) -> list[Row]:
         """Return what the job waits for now, most important first; empty if it waits for nothing.
 
-        A row has ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None) and ``age_s``. A filling
-        ledger is the last row: jobs continue until it is full.
+        A row has ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None) and ``age_s``. If the
+        stream LEDGER fills up, the last row says so; jobs continue until it is full.
         """
         record = await self._store.get(job)
         if record.status.phase in TERMINAL_PHASES:
@@ -69,7 +69,7 @@ class Diagnosis:
         return waits
 
     async def workers(self, job: str, *, history: bool = False) -> list[Row]:
-        """Return one row per live or recently lost worker of the job.
+        """Return one row per live or recently lost worker of the deployment.
 
         A row has ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``,
         and the heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...). ``history``:
@@ -95,7 +95,7 @@ class Diagnosis:
         )
 
     async def audit(self, job: str) -> Row:
-        """Check the ledger for consistency, by itself and with the streams.
+        """Check that the job's ledger is consistent, in itself and with the streams.
 
         Returns ``{"ok": bool, "equation": {...}, "checks": [{"name", "ok", "detail"}], "violations": [str]}``.
 
@@ -131,10 +131,12 @@ class Diagnosis:
     async def replay(
         self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
     ) -> AsyncIterator[Row]:
-        """Have the trainer repeat sealed batches from a retained checkpoint and compare; yield rows of progress.
+        """Have the trainer repeat sealed batches from a retained checkpoint and compare the results; yield rows of
+        progress.
 
         Rows are ``{"batch", "total", "match", "detail"}``; the last one has ``"done": true``, ``"ok": bool`` and
-        ``"summary": str``. With ``feedback`` each has ``"told"``: see ``feedback_by_batch``.
+        ``"summary": str``. With ``feedback`` each row also has ``"admissions"``: its batch's rows of
+        ``feedback_by_batch``.
 
         Raises:
             Conflict: nothing can be replayed now (raised before the first row).

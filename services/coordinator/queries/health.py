@@ -1,4 +1,5 @@
-"""Health of the deployment: is the bus connected, does it take writes, and who leads; and the sizes of its streams."""
+"""Health of the deployment: connection to the bus, a test write, the leading coordinator, and the sizes of the
+streams."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from penstock.shared.transport.server import durability, flaw
 __all__ = ["Health", "WriteProbe"]
 
 TRUST_S = 1.0
-"""Seconds for which a result is reused, since anyone may query the health: at most one write in this time."""
+"""Seconds for which the result of a probe is reused: any client may query the health, but writes must stay rare."""
 
 
 class Health:
-    """Answers whether this coordinator can serve, and with which storage."""
+    """Checks if this coordinator can serve, and describes its storage."""
 
     def __init__(self, bus: Bus, leader: LeaderRpc, settings: ServiceSettings) -> None:
         self._bus, self._leader, self._settings = bus, leader, settings
@@ -43,7 +44,7 @@ class Health:
         return all(check["ok"] for check in checks.values()), checks
 
     async def limits(self) -> dict[str, Any]:
-        """Return facts for ``GET /v1/limits``: ``durability`` (fsync|page-cache|unverified), sizes in bytes."""
+        """Return values for ``GET /v1/limits``: ``durability`` (fsync|page-cache|unverified), and sizes in bytes."""
         return {
             "durability": await durability(self._settings.nats_monitor_url),
             "experience_bytes": self._settings.experience_bytes,
@@ -62,7 +63,8 @@ class WriteProbe:
         self._asking = asyncio.Lock()
 
     async def flaw(self, deadline_s: float) -> str:
-        """Return the storage's flaw: a write that failed within ``deadline_s`` or the monitor's report; '' for none."""
+        """Return the flaw of the storage: the report of the server's monitor, or the error of a write that failed
+        within ``deadline_s``; '' for none."""
         async with self._asking:
             if time.monotonic() >= self._until:
                 said, refused = await asyncio.gather(

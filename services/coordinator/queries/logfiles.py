@@ -1,7 +1,7 @@
 """Log files of the services, ``<data_dir>/logs/<service>-<worker>.log``.
 
-The supervisor of a machine writes them; or the services do, with ``PENSTOCK_LOG_FILES``, on a volume that they share
-with the coordinator.
+The supervisor of a machine writes these files. With ``PENSTOCK_LOG_FILES`` the services write them, on a volume that
+they share with the coordinator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.shared.errors import NotFound
 __all__ = ["read_logs"]
 
 MAX_READ_BYTES = 1 << 20
-"""Most bytes read of one file per call."""
+"""Maximum number of bytes read from one file per call."""
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
 
@@ -54,7 +54,8 @@ def _service(path: Path) -> str:
 
 
 def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int]:
-    """Return whole lines from byte ``place`` on (if ``fresh``: at the file's end), and the position after the last."""
+    """Return the whole lines of a file from byte ``place`` on, or those at its end if ``fresh``; and the position after
+    the last of them."""
     size = path.stat().st_size
     start = place if place is not None and place <= size else 0
     if fresh:

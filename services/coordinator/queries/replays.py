@@ -42,10 +42,10 @@ async def replay_rows(
     Raises:
         Conflict: no trainer can replay the job now (raised before the first row).
     """
-    told: dict[int, list[Row]] = {}
+    admissions: dict[int, list[Row]] = {}
     if feedback:
         entries = [entry.data for entry in await read_ledger(bus, job, archive)]
-        told = await asyncio.to_thread(_feedback_by_batch, entries)
+        admissions = await asyncio.to_thread(_feedback_by_batch, entries)
     request = ReplayRequest(id=new_attempt(), from_batch=from_batch, to_batch=to_batch)
     rows: asyncio.Queue[ReplayRow] = asyncio.Queue(MAX_WAITING)
     missed = False
@@ -69,7 +69,7 @@ async def replay_rows(
             else:
                 row = await _next(rows)
             shown: Row = msgspec.to_builtins(row)
-            yield {**shown, "told": told.get(row.batch, [])} if feedback else shown
+            yield {**shown, "admissions": admissions.get(row.batch, [])} if feedback else shown
     finally:
         await progress.close()
 
@@ -94,20 +94,20 @@ def feedback_by_batch(events: Iterable[Event]) -> dict[int, list[dict[str, Any]]
     ``interactions`` in turn order, the interactions that it only refers to (``context``), and ``feedback``.
     """
     admissions: dict[int, Admission] = {}
-    told: dict[int, list[dict[str, Any]]] = {}
+    found: dict[int, list[dict[str, Any]]] = {}
     for event in events:
         match event:
             case Admitted():
                 admissions |= {one.ordinal: one for one in event.admissions}
             case BatchSealed():
-                told[event.number] = [
+                found[event.number] = [
                     _group_row(group, admissions[group.draw.ordinal])
                     for group in event.groups
                     if group.draw.ordinal in admissions
                 ]
             case _:
                 pass
-    return told
+    return found
 
 
 def _group_row(group: SealedGroup, admission: Admission) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Conversion of groups to rows for display, one row per completion. Pure."""
+"""Conversion of groups to rows for display, one row per completion, and of token ids to texts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choose_samples(
     min_reward: float | None = None,
     env: str | None = None,
 ) -> list[tuple[int, str]]:
-    """Return (sequence, row id) of one page of completions, from the headers only; the ids name step 0.
+    """Return ``(sequence, row id)`` for each completion on a page of an evaluation job (step 0), from headers only.
 
     ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for prompt order; ``after``: the last id of the
     previous page; ``min_reward`` excludes lower rewards and unscored completions; ``env`` selects one source.
@@ -170,11 +170,12 @@ def _episode_detail(row: dict[str, Any], group: EpisodeGroup, siblings: list[str
 
 
 def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
-    """Return a completion with everything that is stored of it, token by token; an episode, decision by decision.
+    """Return the row of a completion with everything that is stored of it, token by token; an episode, decision by
+    decision.
 
-    ``prompt_token_ids``, and lists of equal length ``token_ids``, ``logprobs`` (of the sampler, natural logarithm),
-    ``mask`` (1: chosen by the policy) and ``versions`` (policy version per token); ``siblings``: ids of the group's
-    other completions.
+    A completion has ``prompt_token_ids``, and lists of equal length: ``token_ids``, ``logprobs`` (of the sampler,
+    natural logarithm), ``mask`` (1: chosen by the policy) and ``versions`` (policy version per token). ``siblings``:
+    ids of the group's other completions.
     """
     rows = sample_rows(step, [group])
     siblings = [row["id"] for row in rows if row["index"] != index]

@@ -59,7 +59,7 @@ class Answer:
         self.key = ""
         """Key that all attempts of a request share; '' if the client does not retry automatically."""
         self.noted = ""
-        """Request id in the note that tells other gateways that this one holds the answer; '' without a note."""
+        """Id of the request for which a note (see ``Notes``) names this gateway as the answer's holder; '': no note."""
         self.conversation: tuple[str, ...] = ()
         """Owner of the chat, for assigning follow-up requests to the same episode; empty if not tracked."""
         self.given_up = False
@@ -142,7 +142,7 @@ class Answer:
         )  # fmt: skip
 
     def progress(self) -> dict[int, Begun]:
-        """Return the parts of unfinished choices that were received."""
+        """Return the received parts of the unfinished choices, by index; leave out choices without tokens."""
         return {
             index: Begun(token_ids=choice.token_ids, logprobs=choice.logprobs, spans=choice.spans)
             for index in self.unfinished

@@ -37,7 +37,7 @@ MAX_KNOWN = 16384
 
 
 class Episodes:
-    """Episodes that were opened by request. Every method may raise Unavailable."""
+    """Episodes that clients opened through the API. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus, share: float = 1.0) -> None:
         """``share``: fraction of the bucket's free space that one key may occupy."""
@@ -125,7 +125,7 @@ class Episodes:
             return record
 
     async def opened(self, served: Served, id: str) -> EpisodeRecord | None:
-        """Return the record of an opened, active episode; None for an id that was not opened here.
+        """Return the record of an active episode; None if no such episode of this job was opened.
 
         Raises:
             HttpProblem: 410 the episode has ended or expired.

@@ -37,14 +37,14 @@ __all__ = ["MAX_IN_FLIGHT", "Gateway"]
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2048
-"""Most requests of one model in this process; further ones are refused. A key is refused once it has as many requests
-as there are free slots: one key alone gets half of the slots, two keys a third each."""
+"""Maximum number of requests of one model in this process; further ones are refused. A key is refused once it has as
+many requests as there are free slots: one key alone gets half of the slots, two keys a third each."""
 SILENT_S = 4 * SIGN_EVERY_S
 """Seconds of silence after which a worker counts as lost, and other workers continue its requests."""
 REPLY_S = 10.0
 RETRY_S = 0.1
 MAX_RECOVERIES = 5
-"""Most recoveries of a request; one that is lost more often probably crashes its workers."""
+"""Maximum number of recoveries of a request; a request that is lost more often probably crashes its workers."""
 
 
 class Gateway:
@@ -110,7 +110,7 @@ class Gateway:
 
         Raises:
             ConfigError: the prompt cannot be rendered, or is too long.
-            HttpProblem: 429 all workers are full, 503 none answers, 410 the episode is over.
+            HttpProblem: 429 all workers are full, 503 no worker accepts the request, 410 the episode has ended.
         """
         key = key_of(ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
         if ask.retries:
@@ -133,7 +133,8 @@ class Gateway:
             raise
 
     def leave(self, answer: Answer, *, begun: bool) -> None:
-        """Release an answer when its reader has finished or disconnected; ``begun``: it received part of it."""
+        """Release an answer when its reader has finished or disconnected; ``begun``: the reader received part of the
+        answer."""
         if answer.key:
             self.retries.left(answer.key)
         if not begun and answer.key and answer.error is None:
@@ -165,7 +166,7 @@ class Gateway:
         """Return an empty answer with the request that workers will get.
 
         Raises:
-            HttpProblem: 410 the episode is over, 404 it belongs to another key.
+            HttpProblem: 410 the episode has ended, 404 it belongs to another key.
         """
         record = await self.episodes.opened(ask.served, ask.episode)
         if record is None and ask.only_opened:  # its record, and so its split, are unknown
@@ -318,7 +319,8 @@ class Gateway:
             self._fail(answer, kind(failure.text))
 
     def _compare(self, worker: str, in_hand: set[str]) -> None:
-        """Reconcile the requests that a worker reports with those that it should have."""
+        """Compare the requests that a worker reports with those that it should have: cancel the unknown ones, and
+        recover the missing ones."""
         for unknown in in_hand - self._answers.keys():
             self._tell(worker, Cancel(request=unknown, gone=False))
         for answer in list(self._answers.values()):
@@ -383,8 +385,8 @@ def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], f
     """Return ``(owner of the chat, largest age in s of an answer that it may continue)``; ((), 0) if the request names
     an episode or is no chat.
 
-    The age is 0 if the job does not credit such chats as episodes (see ``Served``). If it does, requests that are not
-    recorded or not trained on belong to no chat, and the owner is empty.
+    The age is 0 if the job does not credit such chats as episodes (see ``Served.found_episodes_s``). If the job does,
+    the owner is empty for requests that are not recorded or that the job must not train on.
     """
     draft, found_s = ask.draft, ask.served.found_episodes_s
     owner = (ask.served.job, draft.key_id, user)

@@ -1,4 +1,4 @@
-"""Transfer of answers to another coordinator, because the client's retry reached that one.
+"""Transfer of an answer to the coordinator that the client's retry has reached.
 
 Each answer that a client may retry for is noted in the bucket `answers` under its key, where every replica finds it.
 The coordinator that holds the answer transfers it on request, and then acts towards the other coordinator as a worker
@@ -45,12 +45,12 @@ CLAIM_S = 3.0
 ABSENT_S = 6 * SIGN_EVERY_S
 """Seconds without heartbeat after which a gateway that took over an answer counts as gone."""
 TOGETHER = 64
-"""Most chunks per message of a relay."""
+"""Maximum number of chunks per message of a relay."""
 RETRY_S = 0.1
 
 
 class Notes:
-    """Notes in the bucket `answers`: which gateway holds the answer to a request that its client may retry."""
+    """Notes in the bucket `answers`. Each names the gateway that holds the answer to a request that may be retried."""
 
     def __init__(self, bus: Bus, gateway: str) -> None:
         self._bus, self._gateway = bus, gateway
@@ -59,9 +59,9 @@ class Notes:
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def write(self, answer: Answer) -> None:
-        """Note that this gateway holds ``answer``, for which its client may retry.
+        """Write a note that this gateway holds ``answer``, for which its client may retry.
 
-        The call does not wait for the write; but the server orders the note before requests that are sent later, even
+        The call does not wait for the write. Yet the server orders the note before requests that are sent later, even
         if this process dies in between.
         """
         request = answer.request

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running job under the name of its model. ``version``: policy version that it serves, canary aside.
+    """A running job under the name of its model. ``version``: policy version that it serves, except to conversations of
+    the canary.
 
     ``temperature`` applies to requests that name none, and with ``forced_sampling`` to all; ``generation`` is the
     generation of the job record that has these settings; ``created``: Unix seconds.
@@ -40,15 +41,14 @@ class Served:
     generation: int = 1
     forced_sampling: bool = False
     canary: tuple[int, float] | None = None
-    """Canary version, and the share of the conversations that it serves; None without one."""
+    """Canary version, and the share of the conversations that it serves; None without a canary."""
     consent: Literal["opt_out", "opt_in"] = "opt_out"
-    """Consent rule that decides whose conversations are trained on."""
+    """Consent that the job requires of a user before it trains on the user's conversations."""
     strict_recording: bool = False
     """True if an answer that could not be recorded must be refused."""
     found_episodes_s: float = 0.0
-    """Longest time in seconds after an answer in which a chat that continues it belongs to its episode, if the requests
-    name no episode; 0: these requests are credited answer by answer.
-    """
+    """For requests that name no episode: longest time after an answer (seconds) in which a chat that continues the
+    answer belongs to its episode. 0: the job credits each answer alone."""
     promoted_at: int | None = None
     """Time of the served version's promotion (Unix seconds), for a job with a promotion gate."""
     trains: bool = True
@@ -57,7 +57,7 @@ class Served:
     """Checkpoint that a deployment serves."""
 
     def at(self, version: int, canary: tuple[int, float] | None, promoted_at: int | None) -> Served:
-        """Return a copy at another version."""
+        """Return a copy that serves another version."""
         return replace(self, version=version, canary=canary, promoted_at=promoted_at)
 
 
@@ -116,7 +116,8 @@ class ModelTable:
             )  # fmt: skip
 
     def rows(self) -> list[Served]:
-        """Return one model for each name: an online job or a deployment before others, then the newest."""
+        """Return one model for each name. Online jobs and deployments take precedence over other jobs, then newer jobs
+        over older ones."""
         best: dict[str, Served] = {}
         for served in sorted(self._served.values(), key=lambda one: (one.online or not one.trains, one.job)):
             best[served.name] = served
@@ -138,9 +139,10 @@ class ModelTable:
 
 
 def _found_episodes_s(online: OnlineConfig | None) -> float:
-    """Return ``Served.found_episodes_s``.
+    """Return ``Served.found_episodes_s``: half of the idle time that ends an episode; 0 if the job does not credit
+    chats as episodes.
 
-    That is half of the idle time that ends an episode, so that an answer that starts in time also ends in time.
+    Half of that time, so that an answer that starts in time also ends in time.
     """
     return online.idle_ttl_s / 2 if online is not None and online.episodes == "found" else 0.0
 
@@ -151,7 +153,7 @@ def _promoted_at(record: JobRecord) -> int | None:
 
 
 def _served_version(record: JobRecord) -> int:
-    """Return the version that serves requests: the newest, unless it was not promoted."""
+    """Return the version that serves requests: the last promoted one if the job promotes versions, else the newest."""
     served = record.status.served_version
     return record.status.policy_version if served is None else served
 

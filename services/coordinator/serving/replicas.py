@@ -133,7 +133,7 @@ class Replicas:
     async def _inherited(self, answer: Answer, note: Whereabouts) -> bool:
         """Take over an answer from a gateway that is gone; return True if that succeeds.
 
-        Records complete the answer; if they are missing, the request is dispatched again.
+        Completes the answer from its records, and dispatches the request again for choices without a record.
         """
         request = answer.request
         records = [await self._holder.interaction(answer.served.job, id) for id in request.ids]
@@ -148,7 +148,8 @@ class Replicas:
         return answer.error is None
 
     async def _writer(self, request: str, gateway: str) -> str:
-        """Return the worker whose messages to a gateway that is gone show that it still serves ``request``, or ''."""
+        """Return the worker that still serves ``request``, or ''. Listens to the messages that workers send to
+        ``gateway``, which is gone."""
         heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def hear(subject: str, data: bytes) -> None:

@@ -63,7 +63,7 @@ class Retries:
             await asyncio.sleep(LOOK_S)
 
     def keep(self, answer: Answer) -> None:
-        """Keep the answer of a client that disconnected before it received anything, for its retry."""
+        """Keep an answer for a retry of its client, which disconnected before it received any part of the answer."""
         answer.end = asyncio.get_running_loop().call_later(COME_BACK_S, self._give_up, answer)
         self.kept.append(answer)
         if len(self.kept) > MAX_KEPT:

@@ -30,7 +30,8 @@ PREFIX = "said"
 
 
 class Threads:
-    """Episodes by conversation: keyed by a digest of the messages up to an answer, with job, key and user."""
+    """Episodes by conversation. The key is a digest of job, API key, user, and the messages up to and including an
+    answer."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.ANSWERS)

@@ -1,4 +1,4 @@
-"""Trackers behind one protocol: each writes a job's rows of metrics to an experiment tracking tool."""
+"""Trackers: each writes a job's rows of metrics to an experiment tracking tool, through the protocol ``Tracker``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _OPENERS: dict[str, Callable[[Any, Run], Tracker]] = {
     "wandb": open_wandb,
     "swanlab": open_swanlab,
 }
-"""Tracker type, which is also the name of the package -> its opener."""
+"""Functions that open a tracker, by its type, which is also the name of its package."""
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:
-    """Raise ConfigError for a tracker whose package is not installed here."""
+    """Raise ConfigError for a tracker whose package is not installed beside the coordinator."""
     for place, config in enumerate(configs):
         if find_spec(config.type) is None:
             raise ConfigError(

@@ -12,7 +12,7 @@ __all__ = ["Run", "Tracker"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Description of a job for trackers; ``directory`` is for the tracker's files."""
+    """Description of a job for trackers, which may write files to ``directory``."""
 
     id: str
     name: str

@@ -1,7 +1,8 @@
 """Canary trials: assigns conversations to the version on trial, and decides by their feedback if it passes. Pure.
 
-A hash of its name assigns a conversation to an arm: the same one on every coordinator, a new one in each trial. The
-number of conversations is fixed beforehand, so checking more often does not change the decision.
+A hash of the conversation's name and the version on trial decides which arm a conversation belongs to. So every
+coordinator finds the same arm, and each trial assigns conversations anew. The number of conversations is fixed
+beforehand, so checking more often does not change the decision.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Arm:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Arm:
-        """Compute an arm from rewards; mean and variance are NaN if there are too few."""
+        """Compute an arm from rewards; the mean of no rewards is NaN, and so is the variance of fewer than two."""
         count = len(rewards)
         mean = math.fsum(rewards) / count if count else math.nan
         spread = math.fsum((reward - mean) ** 2 for reward in rewards)

@@ -139,7 +139,7 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
 
     Raises:
         ConfigError: the name has another form.
-        NotFound: there is no such checkpoint; names the closest one.
+        NotFound: there is no such checkpoint; the message names another one, if there is any.
     """
     number = name.removeprefix("step:")
     if number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS:

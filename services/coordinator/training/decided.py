@@ -35,9 +35,10 @@ ADMITTED = "admitted"
 QUARANTINE_PREFIX = "quarantine_"
 """Prefix of the reasons for which the quarantine rejects an item."""
 RETRACTED_BY, RETRACTS = "by", "retracts"
-"""First word of the reason of a retracted item, and of its retraction; the id of the other one follows."""
+"""A retracted item has the reason `by ID`, its retraction the reason `retracts ID`, with the id of the other."""
 MIN_KEPT, MAX_KEPT = 100_000, 1_000_000
-"""Decided items that a state keeps below the low-water marks, and in total; beyond that the oldest are dropped."""
+"""Numbers of newest decided items that a state keeps: at least ``MIN_KEPT``, even below the low-water marks, and about
+``MAX_KEPT`` at most. It drops older ones."""
 MAX_BLOCK = 65_536
 """Number of items above which blocks no longer merge."""
 DIGEST_BYTES = 16
@@ -81,7 +82,7 @@ class DecidedBlock:
         return [self.episodes[at : at + DIGEST_BYTES] for at in range(0, len(self.episodes), DIGEST_BYTES)]
 
     def merged(self, later: DecidedBlock) -> DecidedBlock:
-        """Return a block with the items of both."""
+        """Return one block with the items and episodes of this block and of ``later``."""
         feedback: dict[tuple[str, str, int, float], EndedFeedback] = {}
         for one in (*self.feedback, *later.feedback):
             key = one.status, one.reason, one.revision, one.time
@@ -108,9 +109,9 @@ def block_of_decision(event: Decided) -> DecidedBlock:
 
 
 def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) -> DecidedBlock:
-    """Return a block of what admissions decide beside their draws.
+    """Return a block of the items that admissions decide in addition to their draws.
 
-    That is refused turns, closed episodes, and feedback ``passed`` by the low-water mark.
+    These are refused turns, closed episodes, and the admitted feedback ``passed``, which is below the low-water mark.
     """
     refused: dict[str, list[str]] = {}
     closed: dict[bytes, None] = {}
@@ -167,7 +168,7 @@ def _retractions(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
 
 
 def is_quarantine_rejection(one: EndedFeedback) -> bool:
-    """Return True if the quarantine rejected these items; senders may revise them."""
+    """Return True if the quarantine rejected the feedback that ``one`` lists; its senders may still revise it."""
     return one.reason.startswith(QUARANTINE_PREFIX) and not one.revision
 
 

@@ -39,7 +39,7 @@ ENTRY_BYTES = 896 << 10
 the decision need some of it."""
 
 Progress = tuple[Literal["True", "False"], str, str]
-"""Status, reason as one word, and message."""
+"""Status, reason as one word, and message of the condition `MakingProgress`."""
 
 
 class RunFacts(Protocol):
@@ -61,7 +61,7 @@ class RunFacts(Protocol):
     promotion: PromotionGate | None
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Return the rollback that this ledger requires, or None."""
+        """Return the rollback that ``state`` requires, or None."""
         ...
 
 
@@ -81,7 +81,7 @@ class DrawSource(Protocol):
         ...
 
     def refusal(self, draw: Draw) -> str:
-        """Return why an open draw must not be trained, with or without a group, or ''."""
+        """Return why an open draw must not be trained, even if its group has arrived, or ''."""
         ...
 
     def judge(self, draft: Draft) -> None:
@@ -327,8 +327,8 @@ class Draft:
     def remaining_batches(self) -> int | None:
         """Return the number of batches that may still be sealed; None is unlimited.
 
-        A refused batch comes before those sealed after it, even if these reach the limit, or exceed a limit that was
-        lowered meanwhile.
+        A batch that the trainer refused may still be sealed again, because batches sealed after it wait for it: even if
+        they reach the limit, or exceed a limit that was lowered meanwhile.
         """
         limit, state = self.config.train.max_updates, self.state
         if limit is None:
@@ -346,20 +346,20 @@ class Draft:
             self.run.source.draw(self)
 
     def byte_credits(self) -> int:
-        """Return how many groups of the largest size the byte budget allows, beside those in flight."""
+        """Return how many more groups of the largest size the byte budget allows, beside the draws in flight."""
         in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
         free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
         return max(0, free // (self.config.max_group_bytes + self.run.row_bytes) - in_flight)
 
 
 class TicketSource:
-    """Draws with tickets, in the job's data order, up to the lag bound."""
+    """Source that opens draws in the job's data order, up to the lag bound; each draw has a ticket for workers."""
 
     redraws = True
     refuses = False
 
     def refusal(self, draw: Draw) -> str:
-        """Return '': no user owns a prompt."""
+        """Always return '': prompts belong to no user, so no deletion affects a draw."""
         return ""
 
     def judge(self, draft: Draft) -> None:
@@ -401,7 +401,7 @@ class TicketSource:
             room -= count
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return no baselines: groups contain their own, or need none."""
+        """Return no baselines: groups contain their own, or the loss needs none."""
         return {}, Tracking()
 
     def idle(self, state: LedgerState) -> Progress:

@@ -14,8 +14,8 @@ __all__ = ["OpenDraw", "TrainedBatch"]
 class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     """A draw that is not terminal. ``batch`` is the number of the sealed batch that contains it, 0 while in flight.
 
-    ``temperature`` is the sampling temperature set when it was drawn, which its ticket requests. ``after``: the
-    group of the draw has a higher sequence number in EXPERIENCE than this one.
+    ``temperature`` is the sampling temperature set when it was drawn, which its ticket requests. The group
+    of the draw has a sequence number above ``after`` in EXPERIENCE.
     """
 
     min_version: int

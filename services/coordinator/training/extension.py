@@ -21,7 +21,7 @@ def check_extension(record: JobRecord, state: LedgerState, max_updates: int, dat
     """Check that a finished job can continue until ``max_updates``. Reads the disk.
 
     Raises:
-        Conflict: it cannot; says why, and what to do instead.
+        Conflict: the job cannot continue; the message says why, and what to do instead.
     """
     what = f"job '{record.id}'"
     anew = f"submit another one that begins with model.path: job:{record.name}@latest"
@@ -55,7 +55,7 @@ def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> 
 
 
 def told_of_extension(config: AnyTraining, state: LedgerState, max_updates: int) -> list[str]:
-    """Return messages for the user about changes that the greater length causes.
+    """Return messages for the user about settings whose effect changes with the larger ``max_updates``.
 
     Args:
         config: the job file before the extension.

@@ -20,7 +20,7 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Candidate", "Verdict", "choose", "is_stale", "judge"]
 
 MAX_REDRAWS = 4
-"""Number of redraws of an ordinal: a prompt that always fails must not stop the run."""
+"""Maximum number of redraws of an ordinal: a prompt that always fails must not stop the run."""
 
 
 class Verdict(StrEnum):
@@ -42,9 +42,9 @@ class Verdict(StrEnum):
 class Candidate:
     """A group that arrived and is not committed yet: its position in the stream, its header, the verdict.
 
-    ``oldest`` is the version that its lag counts from, infinite without the policy loss, which alone limits lag;
-    ``newest`` the highest version in its spans, minus infinity without the policy loss. ``entry`` represents the group
-    in a batch. All are built on arrival, because a batch may have thousands of groups.
+    ``oldest`` is the version that its lag counts from, ``newest`` the highest version in its spans. For losses other
+    than the policy loss, which have no lag bound, they are plus and minus infinity. ``entry`` represents the group in
+    a batch. All three are computed on arrival, because a batch may have thousands of groups.
     """
 
     seq: int
@@ -103,7 +103,7 @@ class Candidate:
 def judge(
     header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int, needs_baseline: bool = False
 ) -> Verdict:
-    """Judge a group by its header. ``info``: the draw's ledger entry; ``taken``: the draw has a group already.
+    """Judge a group by its header. ``info``: the draw in the ledger, None if it is not open; ``taken``: it has a group.
 
     ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy completion needs a reward, too.
     """

@@ -64,7 +64,7 @@ class BestTracker:
 
 
 class Goals:
-    """Early stop and best checkpoint of one job. ``state`` is the ledger, the only record of earlier results."""
+    """Early stop and best checkpoint of one job. Earlier results come only from the ledger, passed as ``state``."""
 
     def __init__(self, early_stop: EarlyStopConfig | None, keep_best: KeepBestConfig | None) -> None:
         self._stop, self._keep = early_stop, keep_best
@@ -72,7 +72,7 @@ class Goals:
         self.begin(None)
 
     def begin(self, known: BestCheckpoint | None) -> None:
-        """Start from the results in the ledger."""
+        """Start anew; ``known`` is the best checkpoint that the ledger names."""
         self._early = None if self._stop is None else EarlyStop(self._stop)
         self._tracker = None if self._keep is None else BestTracker(self._keep, known)
         self._taken.clear()
@@ -104,7 +104,7 @@ class Goals:
         return "" if self._early is None else self._early.reason
 
     def unknown(self, values: Mapping[str, float]) -> list[str]:
-        """Return the watched metrics that are neither in ``values`` of an update nor from an evaluation."""
+        """Return the watched metrics that are missing in ``values`` of an update, except metrics of evaluations."""
         followed = [rule.config.metric for rule in (self._early, self._tracker) if rule is not None]
         return [name for name in followed if name not in values and not name.startswith("eval/")]
 

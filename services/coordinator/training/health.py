@@ -26,24 +26,25 @@ WINDOW = 10
 SETTLED = 5
 """Updates that a windowed rule needs while the run continues; at its end two suffice."""
 LESS_SIGNAL, MORE_SIGNAL = 0.8, 0.6
-"""Share of groups without variance at which the warning is raised, and below which it is cleared. TRUNCATED, WHOLE and
-UNSCORED, SCORED are such pairs, too."""
+"""Share of groups without variance at which the warning is raised, and below which it is cleared. Likewise, TRUNCATED
+and WHOLE bound the share of truncated completions, UNSCORED and SCORED that of completions without a score."""
 SOLVED = 0.9
 """A task counts as solved if the mean reward exceeds the lowest reward seen by at least this share of the range of all
 rewards seen. It is then normal that the rewards of a group are equal."""
 TRUNCATED, WHOLE = 0.3, 0.2
 UNSCORED, SCORED = 0.01, 0.005
 COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
-"""Entropy below which the warning is raised, and from which it is cleared, as shares of the initial entropy; the last
-one, in nats per token, limits both."""
+"""Entropies below which the warning is raised, and from which it is cleared, as shares of the initial entropy. Neither
+exceeds ``LOW_ENTROPY`` (nats per token)."""
 SPIKE, BEFORE, COOL = 10.0, 30, 5
-"""A value over SPIKE times the median of the BEFORE updates before is a spike; its warning ends after COOL updates."""
+"""A spike exceeds ``SPIKE`` times the median of the ``BEFORE`` previous updates. Its warning lasts ``COOL`` updates."""
 LEAST_KL = 0.1
 STUCK_UPDATES, STUCK_AT_END, ENDS = 60, 30, 50
-"""Updates needed during the run and at its end; the rule compares the mean rewards of the first and last third of the
-run, of at most ``ENDS`` updates each."""
+"""Updates that the rule `reward_stuck` needs during the run, and at its end. The rule compares the mean rewards of the
+first and last third of the run, of at most ``ENDS`` updates each."""
 STUCK_ERRORS, RISEN_ERRORS = 2.0, 3.0
-"""Standard errors that the difference of these means must exceed, to raise no warning and to clear one."""
+"""The rule raises its warning if the mean reward rose by at most the first number of standard errors, and clears it
+once the mean reward rose by more than the second number."""
 GRADIENTS = ("optimizer/grad_norm", "policy/grad_norm", "actor/grad_norm")
 LEAST_RATE, MOST_RATE, MOST_PRETRAINED_RATE = 1e-8, 1e-2, 1e-3
 """Bounds outside which a learning rate is likely a mistake; the last one is for all weights of a pretrained model."""
@@ -72,7 +73,7 @@ class Health:
         self.error = ""
         """The newest error of a scorer."""
         self.recent: Mapping[str, float] = {}
-        """Counts since the newest row."""
+        """Counts of the run since its newest metrics row, as ``Tally.since`` has them."""
         self._rows: deque[tuple[int, Row]] = deque(maxlen=BEFORE + WINDOW)
         self._first: list[tuple[int, float]] = []
         self._last: deque[tuple[int, float]] = deque(maxlen=ENDS)
@@ -85,7 +86,7 @@ class Health:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def take(self, batch: int, values: Mapping[str, float]) -> None:
-        """Add the values of the update that trained ``batch``."""
+        """Record the metrics of the update that trained on ``batch``, for the rules that ``judge`` evaluates."""
         row = {name: values[name] for name in FOLLOWED if math.isfinite(values.get(name, math.nan))}
         self._record_spikes(values)
         self._rows.append((batch, row))
@@ -113,7 +114,7 @@ class Health:
     # -- judgement ---------------------------------------------------------------------------------------------------
 
     def judge(self, *, ended: bool = False) -> list[Change]:
-        """Evaluate all rules and return the changes. ``ended``: the run is over, so judge it even if it is short."""
+        """Evaluate all rules and return the changes. ``ended``: the run has ended, so judge it even if it is short."""
         self._ended = ended
         changes = []
         for kind, rule in self._rules():
@@ -227,21 +228,25 @@ class Health:
             self._spikes["kl"] = self._updates, text
         for name in GRADIENTS:
             norm = values.get(name)
-            if norm is not None and (found := self._times(name, norm, least=self._clip_of(name))):
+            if norm is not None and (found := self._times(name, norm, least=self._max_grad_norm)):
                 self._spikes["gradient"] = self._updates, f"{name} was {norm:.3g}, {found}"
             if norm is None and values.get(f"{name.partition('/')[0]}/steps") == 0:
                 text = f"no optimizer step was made in an update: {name} was not finite"
                 self._spikes["gradient"] = self._updates, text
 
     def _times(self, name: str, value: float, *, least: float) -> str:
-        """Return the text of a spike, or ''. Updates with value 0 had no signal, and do not count."""
+        """Return how far ``value`` exceeds the median of earlier updates, as text, or '' if it is no spike.
+
+        Updates with value 0 had no signal, and do not count.
+        """
         before = [row[name] for _, row in self._rows if row.get(name, 0.0) > 0][-BEFORE:]
         if len(before) < SETTLED or value <= max(least, SPIKE * median(before)):
             return ""
         return f"{value / median(before):.0f} times the median of the {len(before)} updates before"
 
-    def _clip_of(self, name: str) -> float:
-        """Return the norm to which gradients are clipped: large gradients below it do no harm."""
+    @property
+    def _max_grad_norm(self) -> float:
+        """Norm to which the policy's gradient is clipped. A spike below this norm does no harm."""
         config = self.config
         if not isinstance(config, EmbodiedJob):
             return config.optimizer.max_grad_norm

@@ -34,17 +34,17 @@ __all__ = ["Journal", "archive_whole", "read_snapshots"]
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_ENTRIES = 256
-"""A snapshot is due after this many entries, and after as many bytes of entries as the last snapshot has: snapshots
-never write more than the ledger itself, and a leader never reads much more than one of them."""
+"""A snapshot is due after this many entries, but not before their bytes reach the size of the last snapshot. So
+snapshots write no more bytes than entries do, and a leader reads few entries in addition to the newest snapshot."""
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 << 10, 16 << 20
 SEGMENT_SHARE = 256
-"""A running job archives entries that its snapshots cover once they exceed 1/SEGMENT_SHARE of LEDGER, within the bounds
-above."""
+"""A running job archives entries that its snapshots cover once they exceed 1/SEGMENT_SHARE of LEDGER. This threshold
+is at least ``MIN_SEGMENT_BYTES`` and at most ``MAX_SEGMENT_BYTES``."""
 JOB_SHARE = 8
 """A job with more than 1/JOB_SHARE of LEDGER archives before it appends, and waits if it cannot."""
 RESERVED_SHARE = 0.97
-"""Fill level of LEDGER above which jobs with much data there must archive first; the rest is for entries that name
-segments."""
+"""Fill level of LEDGER above which a job with much data there must archive before it appends. The remaining space is
+for entries that name segments."""
 ENTRY_BYTES = 250
 """Bytes that an entry takes in LEDGER beyond its events."""
 WRITER = "Penstock-Writer"
@@ -187,7 +187,11 @@ class Journal:
         return seq
 
     async def _resolve(self, data: bytes) -> Message | None:
-        """Return the writer's own entry if it is the next one in the tail, None if there is none. Raises Fenced."""
+        """Return the entry after ``last_seq``, which this writer appended, or None if there is none.
+
+        Raises:
+            Fenced: another writer appended that entry.
+        """
         tail = await self._bus.read(subjects.LEDGER, self._subject, start_seq=self._last_seq + 1)
         if not tail:
             return None

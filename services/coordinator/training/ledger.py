@@ -61,7 +61,7 @@ __all__ = ["HALTED", "LOGPROBS_DIFFER", "NO_SIGNAL", "WRONG_WEIGHTS", "LedgerSta
 HALTED = "halted"
 """Code of a pause that the trainer requested."""
 LOGPROBS_DIFFER = "logprobs_differ"
-"""Drop reason: the posted log-probs are not those of the policy. The key that posted them is distrusted since."""
+"""Drop reason: the posted log-probs are not the policy's. The key that posted them is distrusted from then on."""
 WRONG_WEIGHTS = "wrong_weights"
 """Drop reason: the group came from weights that the ledger does not know under their version number."""
 KEPT_WEIGHTS = 256
@@ -211,18 +211,18 @@ class LedgerState:
 
     @property
     def newest_batch(self) -> int:
-        """The newest trained batch of this lineage, which made the current weights; right after a fork an old one."""
+        """The newest trained batch of this lineage, which made the current weights. After a fork it is an older one."""
         number = self.last_trained
         for first, last in reversed(self.rolled_back):
             number = first - 1 if first <= number <= last else number
         return number
 
     def update_index(self, number: int) -> int:
-        """Return the lineage's updates before batch ``number``: the position in schedules, and evaluation point."""
+        """Return how many updates of this lineage precede batch ``number``, the step of schedules and evaluations."""
         return self.updates + number - self.last_trained - 1
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
-        """Return True if the ledger has another short digest for a version in ``weights`` (version, short digest)."""
+        """Return True if ``weights`` (version, short digest) has a digest that differs from the ledger's."""
         return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:

@@ -125,7 +125,7 @@ class PromotionGate:
         return self._arms
 
     def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
-        """Return why the newest version must be served ('' if it must not), and the figures to record with that."""
+        """Return the reason to promote the newest version now, or ''; and the figures that the promotion records."""
         served, metric = state.promoted, self.config.metric
         if served is None:
             return "initial", {}
@@ -143,14 +143,14 @@ class PromotionGate:
 
     @staticmethod
     def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
-        """Return True if a fork has the served weights, no newer batches are left, or a user requested it."""
+        """Return True if a user requested the fork, its weights are the served ones, or it left no newer batches."""
         return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
 
     def lacks(self, state: LedgerState) -> bool:
         """Return True if the held-out reward of the newest version is needed next, whatever the evaluation plan says.
 
-        That holds if it is served, because others are compared with it, or if a fork began it, because the next
-        training depends on it.
+        The reward is needed if that version is served, because others are compared with it, or if a fork began it,
+        because the next training depends on it.
         """
         served = state.promoted
         if self.config.max_drop is None or served is None:
@@ -181,8 +181,8 @@ class PromotionGate:
     def rollback(self, state: LedgerState) -> Rollback | None:
         """Return the rollback that too many refusals require, or None.
 
-        One refusal of a version that a fork began is enough: a fork's version number is above the clock, so answers of
-        the served version exceed the lag bound.
+        One refusal of a version that a fork began is enough: a fork takes a number above all published versions, so
+        answers of the served version may exceed the lag bound.
         """
         refused, served = state.refused, state.promoted
         if refused is None or served is None:
@@ -194,8 +194,8 @@ class PromotionGate:
     def lets_train(self, state: LedgerState) -> bool:
         """Return True if another batch may be sealed.
 
-        One at a time, so that the served version keeps its weight slot, and none during a trial, which uses the other
-        slot.
+        Only one batch is sealed at a time, so that the served version keeps its weight slot. During a trial none is
+        sealed, because the version on trial uses the other slot.
         """
         if state.sealed or state.canary is not None:
             return False
@@ -253,12 +253,12 @@ def broken_bounds(
 
 
 def _compared(figures: Mapping[str, float]) -> list[str]:
-    """Return the sampler-trainer comparisons of an update: over tokens of its own version, older ones, or both."""
+    """Return the metrics in ``figures`` that compare sampler and trainer; `mismatch/kl` if ``figures`` has none."""
     return [name for name in ("mismatch/kl", "lag/kl") if name in figures] or ["mismatch/kl"]
 
 
 def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """Return violations in a ledger: promoted versions that broke a bound, or whose figures are not of their update."""
+    """Return violations in a ledger: promoted versions that broke a bound or have other figures than their update."""
     flaws: list[str] = []
     served: Mapping[str, float] = {}
     measured: Mapping[str, float] = {}

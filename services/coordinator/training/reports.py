@@ -197,9 +197,10 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _reason_of_fork(run: RunFacts, report: Report) -> str:
-    """Return the trainer's reason, or a text on deletions of users' data if these removed all groups that it lacks.
+    """Return the trainer's reason, or a text about deletions if users' deletions removed all groups that it lacks.
 
-    A deletion waits for a checkpoint after the batch, so this checkpoint became unreadable, or was never written.
+    Before a deletion removes groups of a trained batch, it waits for a later checkpoint. If a trainer lacks the groups,
+    that checkpoint became unreadable, or was never written.
     """
     reasons = {run.source.refusal(draw) for draw in report.bad}
     if not reasons or "" in reasons:

@@ -8,9 +8,9 @@ __all__ = ["earliest_start"]
 
 
 def earliest_start(state: LedgerState, newest: int) -> int:
-    """Return the number of the checkpoint after which batches may have to be repeated.
+    """Return the number of the oldest checkpoint from which a trainer may restart and repeat the later batches.
 
-    That is ``newest``, which may be about to exist, or an older one from which the served version can be recomputed: a
+    That is ``newest``, which exists or is about to, or an older one from which the served version can be recomputed: a
     trainer that starts while newer versions are refused begins there, and training may roll back to it.
     """
     if state.promoted is None or state.promoted.number >= newest:

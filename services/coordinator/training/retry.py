@@ -1,4 +1,4 @@
-"""Repeats writes of a leader that the bus refuses, without a deadline, and reports the wait."""
+"""Repeats a leader's writes as long as the bus refuses them, without a deadline, and reports the wait."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Effects", "JobRun"]
 
 REPLAYED = 1000
-"""Factor from a dead letter's id to the attempt number of the draw that replays it, so that no two draws are equal; the
-numbers of redraws stay far below it."""
+"""The draw that replays a dead letter has the attempt number ``id of the dead letter * REPLAYED``. So no two draws are
+equal, because the attempt numbers of redraws stay far below this factor."""
 FAILED_STREAK = 4
-"""The job fails after this many batches' worth of consecutive groups could not be scored."""
+"""The job fails if consecutive groups without scores would fill this many batches."""
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class JobRun:
         self.stored_bytes = 0
         self.desired = "running"
         self.cancel_now = False
-        """Cancel without training the sealed batches and without a last checkpoint."""
+        """True if a cancelled run ends without training the sealed batches and without a last checkpoint."""
         self.last_checkpoint = True
         """True if a cancelled run checkpoints before it ends."""
         self.failed_streak = 0
@@ -146,7 +146,7 @@ class JobRun:
         ]
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Return the rollback that this ledger requires: by request, or after too many refused versions."""
+        """Return the rollback that is due: by request, or because ``state`` has too many refused versions; or None."""
         if self.asked_rollback is not None or self.promotion is None:
             return self.asked_rollback
         return self.promotion.rollback(state)
@@ -217,7 +217,7 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """Judge a group that its draw does not need: a new leader reads a batch's group again, or it is a duplicate."""
+        """Judge a group that its draw does not need: a duplicate, or a batch's group that a new leader reads again."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
@@ -385,11 +385,10 @@ class JobRun:
         return draft.events
 
     def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
-        """Return the event that draws the prompt of a dead letter again, under a separate number; [] if that was done.
+        """Return the event that draws the prompt of a dead letter again, as a new attempt; [] if that was done.
 
         Raises:
-            Conflict: not now, because the run draws nothing or has no slot; or never, because it did not draw this
-                prompt.
+            Conflict: the run draws nothing now, or has no room for a draw; or it never drew this prompt.
         """
         state = self.state
         if letter in state.replayed:

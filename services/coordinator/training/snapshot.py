@@ -24,9 +24,10 @@ FOLD = 5
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state after ledger entry ``seq``, whose bytes hash to ``entry``; the envelope's epoch is its writer's.
+    """The state after ledger entry ``seq``; ``entry`` is the digest of that entry.
 
-    ``fold`` and ``layout`` identify the code that made it, ``digest`` is the xxh3-128 of all other fields.
+    The envelope has the epoch of the entry's writer. ``fold`` and ``layout`` identify the code that made the snapshot,
+    ``digest`` is the xxh3-128 of all other fields.
     """
 
     seq: int

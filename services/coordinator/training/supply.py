@@ -90,7 +90,7 @@ class Supply(Protocol):
         ...
 
     def measures(self) -> dict[str, float]:
-        """Return metrics of the time since the previous update, for the row of the newest one."""
+        """Return metrics of the time since the previous update, for the metrics row of the newest update."""
         ...
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class Tally:
         return self._since
 
     def on_trained(self, batch: BatchSealed, candidates: Mapping[Draw, Candidate]) -> None:
-        """Keep the headers of the groups in ``batch``, which is about to become a trained batch, for its row."""
+        """Keep the headers of the groups in ``batch``, which will now be recorded as trained, for its metrics row."""
         self._trained = [candidates[group.draw].header for group in batch.groups if group.draw in candidates]
 
     def row(self, batch: BatchSealed, trained_tokens: int, now: float) -> dict[str, float]:

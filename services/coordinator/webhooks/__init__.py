@@ -1,1 +1,1 @@
-"""Webhooks: job events, posted to users' addresses, signed, in order, at least once."""
+"""Webhooks: signed job events that the coordinator posts to users' addresses, in order and at least once."""

@@ -29,9 +29,9 @@ ATTEMPTS = metrics.counter("webhook_attempts", "Deliveries tried.", ("outcome",)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 3600.0
 GIVE_UP_AFTER = timedelta(days=1)
-"""Failing for this long disables a webhook; the failing event and later ones wait until a user enables it."""
+"""A webhook that fails for longer than this is disabled; all further events wait until a user enables it again."""
 SAVE_EVERY = 1000
-"""Events that a webhook skips before its position is stored again."""
+"""Number of skipped events after which the position of a webhook is stored again."""
 RETRY_S = 1.0
 
 
@@ -60,7 +60,7 @@ class Courier:
             await end_tasks([task])
 
     async def _serve(self, hook: StoredWebhook) -> None:
-        """Deliver until cancelled, disabled or deleted; the loop survives outages of the bus."""
+        """Deliver events to ``hook`` until cancelled, disabled or deleted; outages of the bus only delay deliveries."""
         while (error := await unexpected(self._deliver(hook))) is not None:
             if isinstance(error, NotFound):
                 return
@@ -115,7 +115,7 @@ class Courier:
                 await self._store.save(hook.id, state)
                 assert state.failing_since is not None
                 if bus_datetime() - state.failing_since > GIVE_UP_AFTER:
-                    raise GoneError(f"event {event.id} was not taken for {GIVE_UP_AFTER}: {error}") from None
+                    raise GoneError(f"event {event.id} was not accepted for {GIVE_UP_AFTER}: {error}") from None
                 await asyncio.sleep(_pause_s(state.attempts))
             else:
                 ATTEMPTS.labels("delivered").inc()
@@ -128,5 +128,5 @@ class Courier:
 
 
 def _pause_s(attempts: int) -> float:
-    """Return the pause in seconds: 1 s, doubling up to an hour, reduced by up to 20 % so that retries spread out."""
+    """Return the pause after ``attempts`` failures: 1 s, doubled per failure up to 1 h, less up to 20 % at random."""
     return float(min(FIRST_PAUSE_S * 2 ** min(attempts - 1, 20), LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))

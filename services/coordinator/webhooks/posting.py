@@ -20,7 +20,7 @@ TIMEOUT_S = 10.0
 
 
 class GoneError(PenstockError):
-    """Error: the receiver refuses further deliveries (410)."""
+    """Error that disables a webhook: the receiver answered 410, or refused an event for too long."""
 
 
 def open_http() -> httpx.AsyncClient:
@@ -29,10 +29,10 @@ def open_http() -> httpx.AsyncClient:
 
 
 async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudEvent, *, private: bool) -> None:
-    """Post an event once, to a public address, or with ``private`` to any.
+    """Post an event once. The address must be public, unless ``private`` allows any.
 
     Raises:
-        Unavailable: the receiver did not accept it; the message has the reason.
+        Unavailable: the receiver did not accept the event; the message has the reason.
         GoneError: the receiver answered 410.
     """
     try:

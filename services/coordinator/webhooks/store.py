@@ -26,7 +26,7 @@ __all__ = ["MAX_WEBHOOKS", "WebhookStore"]
 logger = logging.getLogger(__name__)
 
 MAX_WEBHOOKS = 100
-"""Most webhooks of a deployment."""
+"""Maximum number of webhooks of a deployment."""
 CAS_TRIES = 10
 HOOKS, STATES = "hook", "state"
 
@@ -44,7 +44,7 @@ class WebhookStore:
     ) -> StoredWebhook:
         """Store a new webhook that starts at the next event; a repeated ``key`` returns the webhook that it created.
 
-        The position is stored before the webhook, so that no webhook lacks one.
+        The position is stored before the webhook, so that every webhook has a position.
 
         Raises:
             Conflict: the deployment has MAX_WEBHOOKS webhooks.

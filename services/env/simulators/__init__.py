@@ -75,7 +75,7 @@ MAX_ENVS = 4096
 
 
 def interpreter_of(backend: str, sims_dir: Path) -> str:
-    """Return the Python of a backend: the one that ``penstock sims install`` made, else the env service's own."""
+    """Return the Python of a backend: the one that ``penstock sims install`` created, else the env service's own."""
     own = sims_dir / backend
     return str(own / "bin" / "python") if (own / INSTALLED).exists() else sys.executable
 
@@ -131,7 +131,7 @@ def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
 
     Blocking.
 
-    With ``camera``, a second session then films the start; if that fails, ``no_video`` of the result is the reason.
+    With ``camera``, also film the start of an episode. If that fails, ``no_video`` of the result has the reason.
 
     Raises:
         ConfigError: the environments cannot be created, the episode does not begin, or its first step fails.
@@ -158,7 +158,7 @@ def _still(spec: EnvSpec) -> NDArray[Any]:
 
 
 def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
-    """Begin an episode, and step it, or with ``camera`` film it; return the spec, and the reason of a failure or ''."""
+    """Begin an episode and step it once, or film it with ``camera``; return the spec, and why that failed or ''."""
     simulator = open_simulator(request, sims_dir)
     first = np.zeros(1, np.int32)
     try:

@@ -96,7 +96,7 @@ class Chunk:
 
 
 class Stepping(Protocol):
-    """A chunk that the simulator executes."""
+    """A chunk of actions that the simulator is executing."""
 
     @property
     def sockets(self) -> Sequence[socket.socket]:
@@ -131,7 +131,7 @@ class Simulator(Protocol):
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
-        """Execute ``actions`` [n, C, ...] in ``env_ids`` [n], each until its episode ends; other environments stay.
+        """Execute ``actions`` [n, C, ...] in ``env_ids`` [n], each until its episode ends; no other environment moves.
 
         The caller has checked that no episode of ``env_ids`` has ended, and that the actions match ``spec``. After an
         episode ends, the environment starts the episode of its ``next_state_ids`` [n]; None: it starts none.
@@ -148,7 +148,7 @@ class Simulator(Protocol):
     def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
         """Store the running episodes of ``env_ids`` [n], which continue as if this had not happened.
 
-        Only if ``spec.has_snapshots``. Raises ProtocolError if the environment holds something that cannot be stored.
+        Requires ``spec.has_snapshots``. Raises ProtocolError if the environment holds something that cannot be stored.
         """
 
     def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:
@@ -157,12 +157,12 @@ class Simulator(Protocol):
         Equal actions then give equal observations, rewards, ends and states, bit for bit.
 
         Raises:
-            ProtocolError: a snapshot is damaged, or of another simulator, task, version or other options. Earlier rows
-                may have been restored.
+            ProtocolError: a snapshot is damaged, or its simulator, task, version or options differ. Earlier rows may
+                have been restored.
         """
 
     def film(self, env_id: int) -> tuple[bytes, str]:
-        """Return the film of an environment's newest episode as an MP4 file, and the reason if there is none, or ''."""
+        """Return ``(film of the newest episode as MP4, '')``, or ``(b"", reason)`` if there is no film."""
 
     def close(self) -> None:
         """Close the environments and free their resources."""

@@ -1,6 +1,6 @@
 """Cameras of environments in a child process: images as observations, and films of episodes.
 
-``child.py`` loads this file from its folder where a session asks for a camera. Like the adapters it imports only the
+``child.py`` loads this file if a session asks for a camera or an image. Like the adapters, this file imports only the
 standard library and NumPy, and imageio-ffmpeg for films.
 """
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:  # an interpreter of simulators does not have the package
 __all__ = ["Filmed", "Pictured", "choose_renderer", "shrunk"]
 
 FRAMES_PER_S = 20
-"""Frame rate of films. They skip steps of long episodes, and of simulators with three times this rate or more."""
+"""Frame rate of films. A film skips steps of long episodes, and of simulators with three times this rate or more."""
 MOST_FRAMES = 600
 LAST_FRAMES = 20
 """Number of frames that repeat the last image at the end of a film."""
 MOST_FILM_BYTES = 4 << 20
 DRAWN = 128
-"""Approximate pixels of the longer side of a render for a smaller ``image``: averaging pixels smooths edges."""
+"""Approximate longer side (pixels) to render for a smaller observation ``image``; downscaling then smooths edges."""
 SHOWN = 256
-"""Approximate pixels of the longer side of a film that shows the observation ``image``."""
+"""Approximate longer side of films (pixels) that show the observation ``image``."""
 BRIGHTNESS = np.array([299, 587, 114], np.uint32)
 """Weights of red, green and blue in gray, in thousandths (ITU-R BT.601)."""
 IMAGE = "image"
@@ -170,7 +170,7 @@ class Filmed:
         self._begin()
 
     def film(self) -> tuple[bytes, str]:
-        """End the film; return it as an MP4 file, and the reason if there is none, or ''."""
+        """End the film; return ``(film as MP4, '')``, or ``(b"", reason)`` if there is none."""
         data = b""
         if not self._problem:
             for _ in range(LAST_FRAMES):

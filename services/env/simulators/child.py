@@ -16,7 +16,7 @@ the camera image, as ``image``, and films show this observation. Adapters whose 
 ``make_with_camera`` in addition to ``make``. The environment that it returns also has ``render()`` and
 ``frames_per_s``, and may have ``draw_at(height, width)``, which sets the size of later images.
 
-A snapshot is a message of this format without the socket: the description of the environment, its current
+A snapshot is a message of this format, stored as bytes: the description of the environment, its current
 observations and the values of its ``snapshot()``. Reading one executes no code, unlike a pickle.
 """
 
@@ -206,7 +206,7 @@ def unpack_values(data: bytes) -> Values:
 
 
 def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
-    """Return ``node`` as JSON, with its arrays replaced by their indices in ``arrays``, where they are appended."""
+    """Return ``node`` as JSON. Append its arrays to ``arrays``; the JSON has their indices instead."""
     if isinstance(node, np.ndarray | np.generic):
         if node.dtype.hasobject or node.dtype.names is not None:
             raise TypeError(f"an array of {node.dtype} has no place in a snapshot")
@@ -248,7 +248,7 @@ class SharedObservations:
     Args:
         descriptor: the memory, at least ``layout(...)[0]`` bytes.
         spaces: shape and dtype of one observation, by name.
-        rows: environments whose observations are kept; by default all.
+        rows: environments whose rows ``current`` and ``final`` show; by default all.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Host:
     """Holds the environments of this process and executes requests on them."""
 
     def __init__(self, make: Callable[[], Environment], num_envs: int, about: Message) -> None:
-        """``about``: request for the environments, which distinguishes their snapshots from snapshots of others."""
+        """Create the environments. ``about``: request for them; ``restore`` refuses snapshots of another request."""
         self._make, self._about = make, about
         self._environments: list[Environment | None] = [make() for _ in range(num_envs)]
         first = self._environments[0]
@@ -291,7 +291,7 @@ class Host:
         self._shared: SharedObservations
 
     def share(self, descriptor: int, *, spaces: Mapping[str, Sequence[Any]], first: int, total: int) -> None:
-        """Write observations into this memory of ``total`` environments, from row ``first`` on."""
+        """From now on, write observations into this memory for ``total`` environments, from row ``first`` on."""
         rows = slice(first, first + len(self._environments))
         self._shared = SharedObservations(descriptor, spaces, total, rows)
 
@@ -428,7 +428,7 @@ class Host:
                 raise ValueError(f"observation '{name}' is not finite")
 
     def _lose_not_finite(self, env_ids: NDArray[Any], lost: dict[int, str]) -> None:
-        """Lose the episodes whose newest observations are not finite."""
+        """Record as lost the episodes whose newest observations are not finite."""
         for name, array in self._shared.current.items():
             if array.dtype.kind != "f":
                 continue
@@ -464,7 +464,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import a Python file of this folder or of ``backends``. Raises ValueError if it is not one."""
+    """Import the Python file ``path``. Raises ValueError if it is no Python file."""
     found = importlib.util.spec_from_file_location(f"penstock_backend_{path.stem}", path)
     if found is None or found.loader is None:
         raise ValueError(f"{path} is no Python file")

@@ -37,7 +37,7 @@ CHILD = Path(__file__).with_name("child.py")
 OPEN_LIMIT_S = 180.0
 """Timeout to create environments; importing a simulator's libraries alone may take many seconds."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals of the memory of observations: if a process shortened it, all processes that read it would be killed."""
+"""Seals that fix the size of the memory of observations: if a process shortened it, its readers would be killed."""
 CLOSE_LIMIT_S = 2.0
 """Time that children get to exit before they are killed."""
 
@@ -232,7 +232,7 @@ class ProcessSimulator:
         return asked
 
     def _collect(self, asked: _Asked) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
-        """Return the replies, each after its rows of the request; rows of lost processes go to ``asked.lost``."""
+        """Return (rows of the request, header, arrays) of each reply. Rows of lost processes go to ``asked.lost``."""
         answers = []
         for number, places in asked.rows:
             answer = self._answer(number, places, asked.until, asked.lost)
@@ -243,7 +243,7 @@ class ProcessSimulator:
     def _ask_one(
         self, header: Message, env_ids: NDArray[np.int32], i: int, arrays: Sequence[NDArray[Any]], lost: dict[int, str]
     ) -> tuple[Message, list[NDArray[Any]]] | None:
-        """Send row ``i`` of a request and return its reply; None if it is lost, with the reason in ``lost``."""
+        """Send row ``i`` of a request and return the reply. If the row is lost, store the reason and return None."""
         failed: dict[int, str] = {}
         answers = self._ask(header, env_ids[i : i + 1], arrays, failed)
         failed.update((int(row), reason) for _, found, _ in answers for row, reason in found.get("lost", {}).items())
@@ -255,7 +255,7 @@ class ProcessSimulator:
     def _answer(
         self, number: int, places: NDArray[np.int64], until: float, lost: dict[int, str]
     ) -> tuple[Message, list[NDArray[Any]]] | None:
-        """Return the reply of a process, or None if it died or hung: then kill it and add its rows to ``lost``."""
+        """Return the reply of a process. If it died or hung, kill it, add its rows to ``lost`` and return None."""
         child = self._children[number]
         assert child is not None
         try:
@@ -275,7 +275,7 @@ class ProcessSimulator:
         return header, arrays
 
     def _numbers(self, env_ids: NDArray[np.int32]) -> list[int]:
-        """Return the numbers of the processes that hold these environments."""
+        """Return the numbers of the processes that hold the environments ``env_ids``."""
         if len(self._children) == 1:
             return [0]
         numbers: list[int] = np.unique(np.searchsorted(self._first, env_ids, side="right") - 1).tolist()
@@ -289,7 +289,7 @@ class ProcessSimulator:
         return np.flatnonzero((env_ids >= first) & (env_ids < first + self._sizes[number]))
 
     def _look(self, env_ids: NDArray[np.int32], rows: NDArray[np.bool_] | None = None, *, final: bool = False) -> Named:
-        """Read observations of these environments in the shared memory; zeros for processes that ended."""
+        """Read observations of ``env_ids`` in the shared memory; those of processes that ended are zeros."""
         shared = self._memory.shared.final if final else self._memory.shared.current
         if rows is None and env_ids.tobytes() == self._everyone:
             return dict(shared)
@@ -301,7 +301,7 @@ class _SharedMemory:
     """Memory of the observations of all environments of a session.
 
     Raises:
-        ConfigError: they take more bytes than a file may have.
+        ConfigError: the observations take more bytes than a file may have.
     """
 
     def __init__(self, spaces: Message, num_envs: int) -> None:
@@ -321,7 +321,7 @@ class _SharedMemory:
         )  # fmt: skip
 
     def clear(self, rows: slice) -> None:
-        """Write zeros into these rows."""
+        """Write zeros into ``rows`` of all observations."""
         for which in (self.shared.current, self.shared.final):
             for array in which.values():
                 array[rows] = 0
@@ -385,7 +385,7 @@ class _Child:
 
     @property
     def socket(self) -> socket.socket:
-        """This end of the connection."""
+        """End of the socket that the env service holds."""
         return self._channel.socket
 
     def opened(self, limit_s: float) -> Message:
@@ -411,10 +411,10 @@ class _Child:
         return spec
 
     def share(self, memory: _SharedMemory, first: int, spec: Message) -> None:
-        """Have the process, whose environments have this spec, write observations into ``memory``, from row ``first``.
+        """Have the process write observations into ``memory``, from row ``first``. ``spec``: spec of its environments.
 
         Raises:
-            ConfigError: it cannot, or its observations have other names, shapes or dtypes.
+            ConfigError: the process cannot use the memory, or ``spec`` has other names, shapes or dtypes.
         """
         try:
             if spec["observations"] != memory.spaces:
@@ -497,5 +497,5 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
 
 
 def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
-    """Map reasons from rows of one process (strings, as in JSON) to rows of the whole request."""
+    """Return ``reasons`` by row of the whole request instead of by row of one process (a string, as in JSON)."""
     return {int(places[int(place)]): reason for place, reason in reasons.items()}

@@ -1,8 +1,8 @@
 """Process that imports the classes of a job's stateful tools once and forks a child for each episode.
 
-Thus each episode's state has its own process, which can be killed, without the start of an interpreter. Started by
-``template.py`` as ``python -m penstock.services.env.tools.forks FD PARENT TOOLS``. Requests over FD: ``fork``, sent
-with the child's end of a channel and answered by its process id or an error, and ``end PID``.
+Thus each episode's state has its own process, which can be killed. A fork takes less time than starting an interpreter.
+Started by ``template.py`` as ``python -m penstock.services.env.tools.forks FD PARENT TOOLS``. Requests over FD:
+``fork``, sent with the child's end of a channel and answered by the child's id or an error, and ``end PID``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_WORDS = 64
 
 
 def main() -> None:
-    """Fork until the channel closes. The first message is ``{"error": ...}``: '' if the tools open."""
+    """Send ``{"error": TEXT}``, with '' if the tools could be opened; then serve until the channel closes."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
     die_with(parent, "env")
@@ -50,7 +50,7 @@ def main() -> None:
 
 def _fork_on_request(control: socket.socket, configs: list[MethodTool], classes: dict[str, Any]) -> None:
     children: set[int] = set()
-    """Unreaped children, so that no other process can reuse their ids."""
+    """Children that were not reaped yet, so that no other process can have their ids."""
     own = os.getpid()
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, _MAX_WORDS, 1)

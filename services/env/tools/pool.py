@@ -19,7 +19,7 @@ REOPEN_S = 5.0
 
 
 class ToolPool:
-    """Executes calls, each in a process that is exclusive to it meanwhile; kills a process that breaks or hangs."""
+    """Executes calls, each in a process that serves no other call meanwhile; kills processes that break or hang."""
 
     def __init__(self, tools: Sequence[ToolConfig], size: int) -> None:
         self._tools = tools
@@ -40,7 +40,7 @@ class ToolPool:
             return
 
     async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Execute a call; the reply is `failed` if the tools cannot be opened, or this one breaks or exceeds its limit.
+        """Execute a call. The reply is `failed` if tools cannot be opened, or the tool fails or exceeds ``limit_s``.
 
         Raises:
             Unavailable: ``request.start_by`` passed before a process was free; the call was not begun.

@@ -75,7 +75,7 @@ class ToolProcess:
         self._writer.write(encode(message))
 
     async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Execute one call. Raises as ``ask``."""
+        """Execute one call. Raises ToolError as ``ask`` does."""
         message = {"name": request.name, "arguments": request.arguments}
         return await self.ask(message, f"tool '{request.name}'", limit_s)
 
@@ -83,7 +83,7 @@ class ToolProcess:
         """Send one message and return its reply.
 
         Raises:
-            ToolError: ``limit_s`` was exceeded, the process died or its reply is invalid. Only ``kill`` may follow.
+            ToolError: ``limit_s`` was exceeded, the process died or its reply is invalid. Next, call ``kill``.
         """
         try:
             self.tell(message)

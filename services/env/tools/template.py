@@ -29,7 +29,7 @@ _MAX_WORDS = 4096
 
 
 class ObjectTemplate:
-    """Creates episodes of one job. A dead process is restarted by the next episode; its own episodes are lost."""
+    """Creates episodes of one job. If the process dies, its episodes are lost; the next episode restarts it."""
 
     def __init__(self, tools: Sequence[MethodTool]) -> None:
         self._tools = tools
@@ -85,13 +85,13 @@ class ObjectTemplate:
 
 
 class EpisodeObjects:
-    """Handle of the objects of one episode."""
+    """Handle of the process that holds the objects of one episode's stateful tools."""
 
     def __init__(self, process: ToolProcess, forker: _Forker) -> None:
         self._process, self._forker, self._broken = process, forker, False
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Execute a call, or compute the reward. The reply is ``lost`` if the forking process died too.
+        """Execute a call, or compute the reward. The reply is ``lost`` if that fails and the forking process has died.
 
         Raises:
             ToolError: the limit was exceeded or the process died; the state is lost.
@@ -126,7 +126,7 @@ class _Forker:
 
     @property
     def alive(self) -> bool:
-        """True if the process can serve requests. Its channel closes before its death kills its children."""
+        """True if the process can serve requests. If it dies, this is False before its children are killed."""
         return not self._broken and self._is_running()
 
     def _is_running(self) -> bool:
@@ -158,7 +158,7 @@ class _Forker:
         return self
 
     async def fork(self) -> ToolProcess:
-        """Fork a child. Raises ToolError if no process is available or this one has died, and is then not ``alive``."""
+        """Fork a child. Raises ToolError if that fails; if the forking process has died, ``alive`` is False then."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)

@@ -1,6 +1,6 @@
-"""A process that tries the tools of a user once, before a job is submitted: imports them, and calls each of them.
+"""Process that imports each tool of a user and calls it once, before the user's job is submitted.
 
-The arguments are those of the first example that the tool's JSON schema gives, or made up from it. Started by
+The arguments are the first example in the tool's JSON schema, or else simple values of its types. Started by
 ``run_trial`` as ``python -m penstock.services.env.tools.trial FD PARENT``.
 """
 
@@ -61,7 +61,7 @@ def _function(config: FunctionTool) -> Function:
 
 
 def _class(config: MethodTool) -> dict[str, Any]:
-    """Return ``{path: class}``. Raises ToolError if class or method take other arguments than they will get."""
+    """Return ``{path: class}``. Raises ToolError if class or method does not take the arguments that it will get."""
     found = load_classes([config])
     made, name = found[config.path], config.method or config.name
     check_call(made, f"the class '{shown_name(config.path)}'", "seed, row", ToolError, seed=0, row={})
@@ -71,7 +71,7 @@ def _class(config: MethodTool) -> dict[str, Any]:
 
 
 def _check(function: Callable[..., Any], config: FunctionTool | MethodTool, what: str, *own: object) -> None:
-    """Check that ``function`` takes all arguments of the schema, and the required ones alone."""
+    """Check that ``function`` takes ``own`` with all arguments of the schema, and with only the required ones."""
     schema = config.parameters
     for names in (schema.get("properties", {}), schema.get("required", [])):
         check_call(function, what, ", ".join(names), ToolError, *own, **dict.fromkeys(names))
@@ -80,7 +80,7 @@ def _check(function: Callable[..., Any], config: FunctionTool | MethodTool, what
 def _try_episode(
     request: TrialRequest, attempts: Attempts, tools: Mapping[str, MethodTool], classes: dict[str, Any]
 ) -> None:
-    """Make the objects of one episode, call each method, and let the objects judge the reference answer."""
+    """Create the objects of one episode, call each method, and have the objects reward the reference answer."""
     objects = Objects(classes, 0, request.row)
     if request.judges:
         attempts.at(SECTION, "looking for a method `reward`", partial(_check_reward, classes), fatal=True)
@@ -122,7 +122,7 @@ def _answer(tool: Tool, arguments: dict[str, Any]) -> None:
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
-    """Return an example of a JSON schema: the one that it gives, or a simple value of its type."""
+    """Return an example value for a JSON schema: the first that the schema gives, or a simple value of its type."""
     given = [
         *(schema.get("examples") or ()),
         *(schema[key] for key in ("example", "const", "default") if key in schema),

@@ -38,7 +38,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """Connection to the env service. Read in its own thread, so that its end is noticed at once."""
+    """Connection to the env service. A separate thread reads it, and so notices at once when it closes."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -67,7 +67,7 @@ class Episode:
 
     def __init__(self) -> None:
         self.steps: asyncio.Queue[Message] = asyncio.Queue(MAX_STEPS + 2)
-        """Steps for the env service, with room for the last step and for the abort."""
+        """Queue of steps for the env service; beyond MAX_STEPS it has room for the last step and for an abort."""
         self.turn: asyncio.Future[Message | None] | None = None
         self.trace: Any = None
         self.problem = ""
@@ -102,7 +102,7 @@ class Episode:
         self.steps.put_nowait({"messages": messages, "tools": tools})
 
     def say(self, message: Message) -> None:
-        """Append the policy's turn."""
+        """Append the policy's turn to the conversation that the next request must continue."""
         self._known.append(comparable(message))
 
     def give_up(self) -> None:
@@ -201,7 +201,7 @@ class Host:
     # -- the environment ---------------------------------------------------------------------------------------------
 
     async def on_chat(self, headers: Any, body: Message) -> tuple[Message | None, str]:
-        """Return a turn of the policy, or None and the reason."""
+        """Wait for a turn of the policy; return ``(turn, '')``, or ``(None, reason)`` if there is none."""
         if headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
             return None, "unauthorized"
         found = self._by_trace.get(headers.get("X-Session-ID", ""))
@@ -223,7 +223,7 @@ class Host:
 
 
 def outcome(result: Any, episode: Episode) -> Message:
-    """Return the last step of an episode."""
+    """Return the last step of an episode: reward, metrics, and an error or ''."""
     own = [trace for trace in result.traces if trace is episode.trace] or list(result.traces)
     errors = [*result.errors, *(error for trace in own for error in trace.errors)]
     problem = episode.problem
@@ -308,7 +308,7 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """Return ``role`` with Penstock's harness and this machine, unless the job or the environment names others."""
+    """Return an agent's config. Unless set otherwise, its harness is Penstock's and its runtime a subprocess."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:
@@ -359,7 +359,7 @@ async def run(channel: Channel, vf: Any, env: Any) -> None:
 
 
 def main() -> None:
-    """Open the environment and serve. The first message is ``{"error": ...}``: empty, or why it cannot be opened."""
+    """Open the environment, send ``{"error": TEXT}`` with '' if that succeeded, and then serve episodes."""
     channel, spec = Channel(int(sys.argv[1])), json.loads(sys.argv[2])
     os.set_inheritable(int(sys.argv[1]), False)  # processes of the environment must not keep the channel open
     try:

@@ -36,7 +36,7 @@ OPENING = "environment.env"
 
 
 class VerifiersHost:
-    """Creates episodes of one job. A dead process is restarted by the next episode; its own episodes are lost."""
+    """Creates episodes of one job. If the process dies, its episodes are lost; the next episode restarts it."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         self._config = config
@@ -160,7 +160,7 @@ class _Process:
             raise ToolError(error)
 
     async def ask(self, message: dict[str, Any]) -> str | None:
-        """Return the reply text; None if the process died."""
+        """Send a request and return the text of its reply; None if the process died."""
         self._last += 1
         number = self._last
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -216,7 +216,7 @@ async def try_verifiers(config: VerifiersConfig, request: TrialRequest) -> Trial
     """Open an environment before its job is submitted, begin one episode, kill the process, and return the findings.
 
     Raises:
-        Unavailable: the sender no longer waits.
+        Unavailable: the sender of the request no longer waits.
     """
     if bus_time() > request.start_by:
         raise Unavailable("nobody waits for this trial any more")

@@ -53,7 +53,7 @@ def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
 
 
 def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer) -> GroupScorer:
-    """Import and open a group scorer. Imported on use: clients and numpy double a scorer process's start time."""
+    """Import and open a group scorer. Imports at the top would double the start time of every scorer process."""
     if isinstance(config, RewardModelScorer):
         from penstock.services.reward.scorers.reward_model import RewardModel
 

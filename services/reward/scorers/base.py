@@ -51,7 +51,7 @@ class Described(Protocol):
 
     @property
     def about(self) -> str:
-        """One line without secrets, shown in the status of the reward service."""
+        """Description of the scorer in one line, without secrets; the status of the reward service shows it."""
 
 
 @runtime_checkable

@@ -104,7 +104,7 @@ class Code:
         )
 
     def _passes(self, program: str, test: StreamTest, deadline: float) -> bool:
-        """Return True if a separate run passes. The program cannot see the expected output, which stays here."""
+        """Return True if the program passes the test in its own run. The program cannot see the expected output."""
         if time.monotonic() >= deadline:
             return False
         outcome = self._sandbox.run(Job(program, [], ""), test.stdin, _left(deadline))
@@ -133,7 +133,7 @@ def equal_values(found: Any, wanted: Any) -> bool:
 
 
 def builtins_tested(statements: Sequence[str]) -> list[str]:
-    """Return the builtin name that statements test, if it is the only name they use; else nothing.
+    """Return a list with the builtin name that ``statements`` test, if they use no other name; else [].
 
     ``assert sum(10, 15) == 6`` tests the program's ``sum``, because the statement uses nothing else of the program. If
     statements use other names, their builtins stay Python's: otherwise a program could replace ``all``.

@@ -49,7 +49,7 @@ class Endpoint:
     def __init__(
         self, url: str, headers: dict[str, str], *, concurrency: int, timeout_s: float, repeatable: bool
     ) -> None:
-        """``repeatable``: a repeated request is harmless even if the server processed the first one."""
+        """Open the client. ``repeatable``: repeating a request is harmless even if the server processed it."""
         self._url, self._repeatable, self._timeout_s = url, repeatable, timeout_s
         settings = load_settings()
         # The operator's own model may have a private address; an address in a job config needs the operator's

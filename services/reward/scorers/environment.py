@@ -16,7 +16,7 @@ class Environment:
     """Returns the rewards that were sent with the completions."""
 
     def __init__(self, config: EnvironmentScorer) -> None:
-        """Accept a config without options."""
+        """Accept the config, which has no options."""
 
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]

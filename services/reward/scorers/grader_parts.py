@@ -45,7 +45,7 @@ class GradingError(ScoringError):
 
 
 class OpenPart(Protocol):
-    """A grader part that is ready."""
+    """Part of a grader after its resources are opened."""
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
         """Return one score or error per sample; ``deadline`` is in ``time.monotonic`` seconds."""
@@ -65,7 +65,7 @@ def sample_of(completion: str) -> Sample:
 
 
 def fill(text: str, item: dict[str, Any], sample: Sample) -> str:
-    """Return ``text`` with its slots filled in. Raises GradingError."""
+    """Fill the slots of ``text`` from ``item`` and ``sample``. Raises GradingError if a value is missing."""
     try:
         return fill_slots(text, item, sample)
     except LookupError as error:
@@ -86,7 +86,7 @@ class _Filled:
         """Do nothing: no resources are held."""
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """See ``OpenPart``."""
+        """Grade samples; see ``OpenPart``."""
         return [self._grade(sample, item) for sample in samples]
 
     def _grade(self, sample: Sample, item: dict[str, Any]) -> Score:
@@ -163,7 +163,7 @@ class PythonPart:
         self._sandbox.close()
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """See ``OpenPart``."""
+        """Grade samples; see ``OpenPart``."""
         return [self._grade(sample, item, deadline) for sample in samples]
 
     def _grade(self, sample: Sample, item: dict[str, Any], deadline: float) -> Score:

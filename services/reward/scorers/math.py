@@ -12,7 +12,7 @@ from penstock.shared.errors import ScoringError
 __all__ = ["Math"]
 
 _FINAL = "####"
-"""Mark before the final answer of a worked solution in GSM8K."""
+"""Text before the final answer of a worked solution in GSM8K."""
 
 
 class Math:

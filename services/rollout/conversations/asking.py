@@ -23,7 +23,7 @@ class Asking:
         self._waits: dict[str, tuple[float, str, str]] = {}
 
     def wait(self, key: str, what: str, subject: str) -> None:
-        """Record that a piece of work waits for ``what``. Repeated calls keep the first time."""
+        """Record that a piece of work waits for ``what`` from now on. Further calls before ``done`` change nothing."""
         self._waits.setdefault(key, (bus_time(), what, subject))
 
     def done(self, key: str) -> None:

@@ -72,7 +72,7 @@ async def with_state(
 ) -> Episode:
     """Play an episode whose state an env worker holds. If the state is lost, restart from the first turn.
 
-    After ``restarts`` restarts, a failed episode is returned. ``play`` plays an episode once.
+    ``play`` plays an episode once. After ``restarts`` restarts, return a failed episode.
     """
     attempt = 0
     while True:

@@ -1,4 +1,4 @@
-"""Episodes led by their environment: it sends messages, and the policy responds, until the environment ends."""
+"""Episodes led by their environment: it sends messages, the policy responds, and the environment ends the episode."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ class Conversation:
         return text, self._renderer.encode(text)
 
     def go_on(self, turn: Message, messages: Sequence[Message], ended_with: str) -> list[int]:
-        """Return the token ids after the policy's ``turn``, up to the start of its next turn.
+        """Return the token ids of ``messages``, which follow the policy's ``turn``, up to the start of its next turn.
 
-        The policy's own turn is not rendered, because its ids are known. ``ended_with``: text of the token that ended
-        the turn, which the template also writes; empty if none did. Special tokens are removed from messages.
+        The policy's own turn is not rendered, because its ids are known. Special tokens are removed from ``messages``.
+
+        Args:
+            ended_with: text of the stop token that ended the turn, removed from the rendered text; empty if none did.
 
         Raises:
             ConfigError: the template rejects the messages, or omits the policy's turn.
@@ -107,7 +109,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """Return the text that other scorers read: the last turn of the policy."""
+        """Return the text that scorers other than the environment read: the last turn of the policy."""
         return episode.answer
 
     async def _episode(self, task: int, sampling: Sampling, keeper: StateKeeper) -> Episode:
@@ -204,10 +206,10 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """Return ``prompt`` with the text and tokens with which the environment began its episodes, if it began any.
+    """Return ``prompt`` with the text and tokens with which the environment began; unchanged if it gave no prompt.
 
-    The trajectories of a group share one prompt. Episodes that began with another prompt than the first one of them
-    are marked as failed.
+    The trajectories of a group share one prompt: that of the first episode that got one. Mark each episode that got
+    another prompt as failed.
     """
     begun = [episode for episode in episodes if episode.prompt_ids is not None]
     if not begun:

@@ -73,7 +73,7 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a chat for the model to continue. Raises as ``text``."""
+        """Return the token ids of a chat for the model to continue. Raises ConfigError as ``text`` does."""
         return self.encode(self.text(messages, tools=tools, template_args=template_args))
 
     def encode(self, text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """Incremental decoding of tokens to text.
 
-Releases only whole characters, nothing of a stop string, and tool calls separately.
+Text is released only in whole characters and without any part of a stop string; tool calls are returned separately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TextStream:
         self._decode, self._stop = decode, stop
         self._token_ids: list[int] = []
         self._start = self._read = 0
-        """Tokens [start, read) are decoded; the decoded form of the next tokens depends on them (spaces)."""
+        """Tokens [start, read) are decoded again with the next tokens, whose leading space depends on them."""
         self._pending = ""
         self.stopped = False
 
@@ -79,7 +79,7 @@ class TextStream:
 class ToolCalls:
     """Extracts tool calls from text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
-    Blocks that do not parse stay text. The ids of calls depend only on ``owner`` and their number.
+    Blocks that do not parse stay text. The id of a call depends only on ``owner`` and on the number of calls before it.
     """
 
     owner: str = ""
@@ -120,7 +120,7 @@ class ToolCalls:
         return "".join(content), calls
 
     def close(self) -> str:
-        """Return the remaining text at the end. A call without its end marker is not a call."""
+        """Return the remaining text at the end, with any call that lacks its end marker."""
         left, self._pending, self._scanned = self._pending, "", 0
         if OPEN in left:
             self._judge(False)
@@ -134,10 +134,12 @@ class ToolCalls:
 
 
 def _certain(text: str, place: int, start: int) -> int:
-    """Return the index up to which ``text`` after ``place`` cannot belong to a call.
+    """Return the end index of the longest text from ``place`` on that certainly belongs to no call.
 
-    There a call, or what may become one, begins, with the whitespace before it. ``start``: index at which a call
-    begins; -1: none does.
+    The text after this index is a call, may become a call, or is whitespace that may precede a call.
+
+    Args:
+        start: index at which a call begins; -1: no call begins.
     """
     if start < 0:
         start = len(text) - held_back(text[max(place, len(text) - len(OPEN)) :], [OPEN])

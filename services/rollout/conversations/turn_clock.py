@@ -14,7 +14,7 @@ __all__ = ["TurnClock"]
 class TurnClock:
     """Async context manager for single use. Cancels its block and raises TimeoutError after ``limit_s`` seconds.
 
-    Time within ``stopped`` does not count. None: no limit.
+    Time within ``stopped`` does not count. ``limit_s`` None: no limit.
     """
 
     def __init__(self, limit_s: float | None) -> None:

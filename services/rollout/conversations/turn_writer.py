@@ -77,7 +77,7 @@ class TurnWriter:
             )
 
     def _sampling(self, sampling: Sampling, episode: Episode) -> Sampling:
-        """Return the sampling parameters of one turn: remaining budget, its seed, tokens and texts that end turns."""
+        """Return the sampling parameters of one turn: remaining budget, seed, tokens and texts that end a turn."""
         room, turn = sampling.max_new_tokens - episode.num_chosen, episode.num_turns
         seed = sampling.seed if not turn or sampling.seed is None else derive_seed(sampling.seed, "turn", turn)
         return replace(

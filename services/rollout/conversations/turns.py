@@ -50,7 +50,10 @@ def find_calls(text: str, form: CallFormat, tools: Sequence[ToolConfig]) -> list
 
 
 def _only(body: str, tool: ToolConfig) -> Call:
-    """Return a call of ``tool`` with ``body`` as its first required argument, or as its first argument if none is."""
+    """Return a call of ``tool`` with ``body`` as the only argument.
+
+    The argument is the first required one of the tool, or its first one if the tool requires none.
+    """
     schema = tool.parameters
     name = next(iter(schema.get("required") or schema["properties"]))
     return Call(tool.name, {name: body})
@@ -77,8 +80,8 @@ class EpisodePlayer:
     """Plays episodes of one environment on one engine.
 
     Args:
-        end_token: token that is the end marker of a call; None: only the marker's text shows the end. Unless calls are
-            parallel, the end of a call also ends the turn.
+        end_token: token that is the end marker of a call; None: only the marker's text shows the end. Unless a turn may
+            have parallel calls, the end of a call also ends the turn.
         stop_tokens: all tokens that may end a turn.
         judged: True to ask the tool objects for the reward of an episode.
     """
@@ -105,11 +108,11 @@ class EpisodePlayer:
     async def play(
         self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
     ) -> list[Episode]:
-        """Play one episode per requested completion, concurrently; return them in order. ``seed`` seeds their states.
+        """Play one episode per requested completion, concurrently; return them in order. ``seed``: seed of every state.
 
         Raises:
-            ConfigError: the engine's maximum length is too short for such an episode, or the observation limit for the
-                results of a turn. The other episodes are cancelled.
+            ConfigError: the engine's maximum length is too short for such an episode, or ``max_observation_tokens`` is
+                too small for the results of a turn. Episodes in progress are cancelled.
         """
         rows = rows_of(asked)
         self._writer.check_room(len(prompt.token_ids), max(sampling.max_new_tokens for sampling in rows))

@@ -25,7 +25,7 @@ from penstock.shared.protocol.weights import short_digest
 __all__ = ["Decided", "PolicyEngine"]
 
 INLINE_PRODUCTS = 4 << 20
-"""Limit of multiply-adds computed in the event loop instead of a thread; they take about a millisecond."""
+"""Maximum number of multiply-adds that the event loop computes itself, without a thread (about a millisecond)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,7 +62,7 @@ class PolicyEngine:
         """Total time spent on decisions (seconds)."""
 
     async def decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
-        """Decide for N observations with the given noise; None: take the mean.
+        """Return the policy's decisions for N observations, sampled with the given noise; None: take the mean.
 
         Raises:
             Unavailable: the engine is closed.
@@ -77,7 +77,7 @@ class PolicyEngine:
             return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
 
     async def copy(self) -> PolicyEngine:
-        """Return a new engine with a copy of the current policy, which is never updated; garbage collection ends it."""
+        """Return a new engine with a copy of the current policy. It is never updated, and needs no ``close``."""
         async with self._lock:
             other = PolicyEngine(copy.deepcopy(self._policy), device=self._device)
             other._served.version, other._served.digest = self._served.version, self._served.digest
@@ -122,7 +122,7 @@ class PolicyEngine:
             raise
 
     async def commit_update(self) -> float:
-        """Swap between two decisions; see ``Updatable.commit_update``."""
+        """Swap in the staged weights between two decisions; see ``Updatable.commit_update``."""
         update = self._served.current()
         async with self._lock:
             start = time.perf_counter()

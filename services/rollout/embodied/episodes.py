@@ -29,7 +29,7 @@ Label = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
-    """Columns of one whole episode, defined in ``EpisodeGroup``."""
+    """Data of one complete episode; ``EpisodeGroup`` explains the arrays."""
 
     observations: dict[str, NDArray[Any]]
     final_observations: dict[str, NDArray[Any]]
@@ -89,8 +89,8 @@ def episode_group(
 ) -> EpisodeGroup:
     """Return the group of ended episodes. A lost episode is failed and has no decisions.
 
-    The group has no episodes if all of them are lost, or if the simulator did not begin them in the same state, because
-    they would not be comparable.
+    The group has no episodes if all of them are lost, or if the simulator began them in different states: such episodes
+    are not comparable.
     """
     records = [episode.record for episode in episodes]
     lost = [episode.lost for episode in episodes if episode.record is None]
@@ -151,7 +151,7 @@ def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[st
 
 
 def _unequal_starts(records: Sequence[Record]) -> str:
-    """Return why the episodes do not start from the same state, or ''; {} is a placeholder for their reset id."""
+    """Return why the episodes do not begin in the same state; '' if they do. The text has ``{}`` for the reset id."""
     starts = {record.state_hash for record in records}
     if len(starts) == 1:
         return ""

@@ -33,7 +33,7 @@ class EpisodeQueue:
                 self._wake()
 
     def take(self, session: int, free: int) -> list[Episode]:
-        """Take episodes for the free lanes of a session, except those reserved for another open session."""
+        """Take up to ``free`` episodes for a session and return them; leave other open sessions an equal share."""
         self._changed[session].clear()
         while self._waiting and self._waiting[0].unwanted:
             self._waiting.popleft()

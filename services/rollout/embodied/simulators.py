@@ -32,9 +32,9 @@ OPEN_S = 200.0
 """Timeout to open a session; longer than an env worker may take to create simulators."""
 OPEN_RETRY_S = 2.0
 MARGIN_S = 15.0
-"""Allowance for a reply beyond the simulator's limit for one request."""
+"""Seconds that the client waits for a reply beyond the simulator's own limit for one request."""
 RESET_S = 180.0
-"""Allowance for a reset, which may start a new process that imports the simulator's libraries."""
+"""Additional seconds that the client waits for a reset, which may start a process that imports the simulator."""
 IDLE_S = 60.0
 """Time without requests after which the env worker closes the session, assuming that its client is dead."""
 KEEP_S = 15.0
@@ -105,7 +105,7 @@ class SimulatorSession:
         """Play episodes of the queue until cancelled. If the session is lost, its episodes are lost, too.
 
         Raises:
-            ConfigError: another env worker has other observation or action spaces.
+            ConfigError: after the session was opened again, its observation or action spaces differ.
         """
         assert self._client is not None
         spec = self._client.spec

@@ -56,7 +56,7 @@ COMMIT = "COMMIT"
 
 
 def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
-    """Return True if this worker lacks the engine: its package here, or the interpreter or server in which it runs."""
+    """Return True if this worker cannot run the job's engine: its Python package, interpreter or server is missing."""
     if rollout.engine in ENGINE_PACKAGES:
         return importlib.util.find_spec(rollout.engine) is None
     return rollout.engine in ENVIRONMENT_OF and rollout.engine not in settings.engines
@@ -79,7 +79,7 @@ def open_job_engine(
 
 
 async def start_engine(engine: Engine, rollout: AnyRollout) -> None:
-    """Start the engine of a job. A user's own engine loads its model now, so no other model is built meanwhile.
+    """Start the engine of a job. While a user's own engine class starts, this worker builds no other model.
 
     Raises:
         ConfigError: the engine does not support this model on this machine.
@@ -147,7 +147,7 @@ def _open_adapter(
 ) -> Engine:
     """Open an adapter of an external engine, which reads the model from a directory.
 
-    The adapter removes the temporary directories that are written here.
+    The adapter removes the temporary directories that this function writes.
     """
     source, kind = config.model, _adapter_of(options)
     model, folder, is_plain = _model_in_directory(config, tokenizer)
@@ -188,8 +188,11 @@ def _adapter_of(options: VllmConfig | VllmServerConfig | SglangConfig | ClassCon
 def _model_in_directory(
     config: TextJob | ServingJob, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[PreTrainedModel, Path, bool]:
-    """Return the model (on the meta device if only shapes are needed), a directory to load it from, and True if that is
-    the directory of the job file; False if it is a temporary one created here."""
+    """Return ``(model, directory to load it from, True if the job file names this directory)``.
+
+    The model is on the meta device if ``model.path`` already is such a directory. A directory that the job
+    file does not name is a temporary one that this function created.
+    """
     source, folder = config.model, Path(config.model.path or "")
     if source.path is not None and (folder / "config.json").is_file():
         described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)

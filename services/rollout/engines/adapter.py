@@ -112,7 +112,7 @@ class EngineAdapter(ABC, Generic[S, C]):
     title: ClassVar[str]
     """Name of the engine, for messages."""
     options_type: ClassVar[type[StrictModel]] = StrictModel
-    """Model of ``rollout.options`` for ``rollout.engine: class``; the default accepts no options."""
+    """Pydantic model of ``rollout.options``, for ``rollout.engine: class``; the default accepts no options."""
 
     def __init__(
         self,

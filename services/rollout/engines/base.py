@@ -50,7 +50,7 @@ class Updatable(Protocol):
         guard: Callable[[], bool] | None = None,
         base: bool = False,
     ) -> None:
-        """Open an update of the trained parameters: the adapter if the engine has one, else the whole weights.
+        """Open an update of the trained parameters: the LoRA adapter if the engine has one, else the whole weights.
 
         ``guard`` returns True while the staged memory is intact. After the commit the engine calls it before and after
         each decode step; if it returns False, the tokens of that step are discarded, running requests end as 'abort'
@@ -168,7 +168,7 @@ class Engine(Updatable, Protocol):
         ...
 
     async def prepare(self, constraint: Constraint) -> None:
-        """Compile a constraint ahead of ``generate``, which also compiles it but reports an error only then.
+        """Compile a constraint before ``generate`` is called, so that the caller learns of errors earlier.
 
         Raises:
             ConstraintError: this engine cannot enforce the constraint.

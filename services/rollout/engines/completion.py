@@ -19,10 +19,10 @@ Finish = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """Sample ``index`` of the request with serial number ``request``.
+    """Completion number ``index`` of the request with serial number ``request``.
 
-    ``stop_ids`` are all tokens that end it; ``seed`` is specific to this sample. Output tokens are those that this
-    engine samples: ``prompt_ids`` ends with the tokens of ``begun``.
+    ``stop_ids`` are all tokens that end it; ``seed`` is specific to this sample. ``prompt_ids`` ends with the tokens of
+    ``begun``, so only the tokens that this engine samples are output tokens.
     """
 
     request: int
@@ -40,7 +40,7 @@ class Completion:
     keep: bool = False
     """True to hold its keys and values for the next request of the session."""
     num_cached: int = 0
-    """Number of first tokens whose keys and values are in the cache while the rest is not; 0 once all are computed."""
+    """Length of the prefix whose keys and values are in the cache; 0 if the cache has none or all of the tokens."""
     top_logprobs: int = 0
     top: list[Likely] = field(default_factory=list)
     """One entry per output token if ``top_logprobs`` > 0; else empty."""

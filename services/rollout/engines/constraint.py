@@ -31,15 +31,15 @@ COMPILE_S = 5.0
 MAX_KEPT = 64
 """Number of compiled grammars in the cache; the least recently used one is evicted."""
 AT_ONCE, MAX_PENDING = 2, 16
-"""Maximum numbers of grammars compiled in parallel, and of grammars being compiled or queued for it."""
+"""Maximum number of grammars compiled in parallel, and maximum number of those being compiled or queued."""
 WHITESPACE = r"[ \n\t]{0,16}"
 """Regular expression for whitespace between JSON tokens. Bounded: a model could otherwise write only whitespace."""
 MAX_SYMBOLS, START_FUEL = 100_000, 1_000_000
-"""Limits on the size of a grammar and on work for its regular expressions (20 ms per million); larger ones are
-rejected."""
+"""Limits on the size of a grammar, and on llguidance's units of work for its regular expressions (a million take
+20 ms). Larger grammars are rejected."""
 STEP_FUEL, STEP_ITEMS = 100_000, 20_000
-"""Limits on work per token of a row (7 and 1 ms); beyond them the row's answer ends, since all rows share
-one thread."""
+"""Limits on llguidance's work per token of a row: for regular expressions (7 ms) and for parsing (1 ms). An answer
+that exceeds them ends, because all rows share one thread."""
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -103,7 +103,7 @@ class Matcher:
         self.stuck = False
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Consume the beginning of an answer that is part of the prompt; not counted in ``num_consumed``."""
+        """Consume the part of the answer that the prompt already contains; ``num_consumed`` does not count it."""
         self.stuck = not self._followed.consume_tokens(list(token_ids))
 
     def consume(self, token_ids: Sequence[int]) -> None:
@@ -179,10 +179,10 @@ class Grammars:
         self._compiled: OrderedDict[Constraint, asyncio.Task[Followed]] = OrderedDict()
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._begun: set[Constraint] = set()
-        """Constraints being compiled, not queued: their timeout is caused by the constraint, not by the load."""
+        """Constraints being compiled now, not queued: if one times out, the constraint is the cause, not the load."""
 
     async def matchers(self, request: GenRequest) -> list[Matcher | None]:
-        """Return one matcher per completion of a request, each advanced by the ``answered`` tokens of its prompt.
+        """Return one matcher per completion of a request. Each has consumed the prompt's last ``answered`` tokens.
 
         Entries are None if the request has no constraint.
 

@@ -74,7 +74,7 @@ class Written:
         return told, finish
 
     def so_far(self) -> Sample | None:
-        """Return the tokens so far as an aborted sample; None if the completion has ended, as its result has them."""
+        """Return the tokens so far as an aborted sample; None if the completion has ended: its result has them all."""
         if self.ended:
             return None
         return finished(self.completion, list(self.token_ids), list(self.logprobs), "abort").sample

@@ -60,8 +60,8 @@ def _check_begun(request: GenRequest, begun: Sample) -> None:
 def rest_of(request: GenRequest) -> GenRequest:
     """Return the request for the rest of a begun completion, for an engine that treats begun tokens as prompt.
 
-    Token limits and seed are those of the rest. A server draws its random numbers from the seed and the index of an
-    output token: with the old seed it would draw the numbers of the begun tokens again.
+    The token limits count only the rest, and the seed is a new one. A server draws random numbers from the seed and the
+    index of an output token: with the old seed, the rest would get the random numbers of the begun tokens again.
 
     Raises:
         ConfigError: the request has penalties, for which the engine would not count the begun tokens.

@@ -63,7 +63,7 @@ class Draws:
     forbidden_RK: Tensor | None
     """Token ids that must not be sampled now; -1 is padding."""
     nudge_RV: Tensor | None = None
-    """Values added to the logits for sampling, but not for the reported log-probs."""
+    """Penalties and logit biases, added to the logits for sampling but not for the reported log-probs."""
     allowed_RV: Tensor | None = None
     """Boolean mask of the tokens that satisfy the constraint; at least one per row."""
 
@@ -71,7 +71,8 @@ class Draws:
 def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
     """Sample one token per row; returns it with its log-prob, float32, under softmax(logits / temperature).
 
-    Truncation (top-p, top-k), nudges, forbidden and allowed tokens change the sampled token, not its log-prob.
+    Truncation (top-p, top-k), penalties, logit biases, and forbidden and allowed tokens change which token is sampled,
+    but not its log-prob.
     """
     logits_RV = logits_RV.float()
     if how.temperature_R1 is not None:

@@ -21,9 +21,10 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(eq=False)
 class Choice:
-    """Choice ``index`` of ``request``. ``sampling`` is complete; ``stop_tokens`` end it and are not part of its text.
+    """Choice ``index`` of ``request``. ``stop_tokens`` end it and are not part of its text.
 
-    Output tokens come from one engine request, or from several in sequence if an engine was interrupted.
+    ``sampling`` is the client's sampling merged with the job's defaults. Output tokens come from one engine
+    request, or from several in sequence if an engine was interrupted.
     """
 
     request: InferenceRequest
@@ -33,7 +34,7 @@ class Choice:
     stop_tokens: frozenset[int]
     decode: Decode
     spell: Decode
-    """Decoder that includes special tokens."""
+    """Decoder whose text includes special tokens."""
     prompt: str = ""
     """Text of the prompt."""
     token_ids: list[int] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        """True if a stop string that began before an interruption is complete: engines see only their own tokens."""
+        """True once an interrupted choice has a stop string. Engines miss one that began before the interruption."""
         return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
 
     def resume(self, begun: Begun) -> None:
@@ -93,7 +94,7 @@ class Choice:
         return self._chunk(*self._read_one_by_one(self.token_ids[self._num_sent :]))
 
     def take(self, sample: Sample, before: int) -> None:
-        """Add the unpushed tokens of a finished engine request that began after ``before`` output tokens."""
+        """Add unpushed tokens of a finished engine request; the request began after ``before`` output tokens."""
         for span in sample.spans:
             start = max(span.start, len(self.token_ids) - before)
             if start < span.end:

@@ -1,4 +1,4 @@
-"""Tokenization and scoring, for the coordinator, of text and tokens that were not sampled by this worker."""
+"""Tokenizes and scores answers that this worker did not sample, at the request of the coordinator."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_AT_ONCE = 64
 BYTES_AT_ONCE = 4 << 20
 MAX_RECORD_BYTES = 8 << 20
-"""Size limit of a record, which is split if it exceeds one message; posted records have the same limit."""
+"""Size limit of a record, which is split if it exceeds one message; records that clients post have the same limit."""
 DEADLINE_S = 5.0
 """Longest time that the last token of a completion is delayed for its record."""
 
@@ -50,8 +50,8 @@ class Recorder:
     async def record_cut(self, interaction: Interaction) -> bool:
         """Record an answer that is cut off because its gateway seems lost; return True if a record of it is durable.
 
-        If the gateway is alive, another worker completes the answer and records it. That record does not count as a
-        duplicate of this one, and this one is not written after it.
+        If the gateway is alive, another worker completes the answer and records it. The stream does not discard the
+        complete record as a duplicate of the cut one. If the complete record comes first, the cut one is not written.
         """
         outgoing = await self._outgoing(interaction, f"{interaction.id}/cut")
         if outgoing is not None and len(outgoing.data) > MAX_INLINE_BYTES:  # parts cannot yield to an existing record

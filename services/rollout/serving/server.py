@@ -54,7 +54,7 @@ NOT_REPLAYABLE = "sampling_not_replayable"
 def sampling_for(
     config: SamplingConfig, client: ClientSampling, *, num_prompt: int, max_length: int, constrained: bool = False
 ) -> Sampling:
-    """Merge the client's sampling with the job's defaults; a default length is limited to the room beside the prompt.
+    """Merge the client's sampling with the job's defaults; the default length is limited to the room after the prompt.
 
     A ``constrained`` answer ends where its grammar ends, however short it is.
 
@@ -100,7 +100,10 @@ def as_trained(client: ClientSampling) -> ClientSampling:
 
 
 def replayable(sampling: Sampling, config: SamplingConfig) -> bool:
-    """Return True if the trainer can reproduce the sampled distribution: no truncation, no other temperature."""
+    """Return True if the trainer can reproduce the sampled distribution.
+
+    The trainer cannot reproduce truncation, penalties, logit biases, a minimum length, or another temperature.
+    """
     nudged = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
     plain = sampling.top_p == 1 and sampling.top_k == 0 and not sampling.min_new_tokens and not nudged
     return plain and sampling.temperature == config.temperature
@@ -132,7 +135,7 @@ class Presence:
 
 QUEUE = "rollout"
 WAITING_PER_SLOT = 4
-"""Maximum choices in progress per sequence that the engine decodes at once; further requests are refused."""
+"""Limit of choices in progress, as a multiple of ``max_running``; a request that would exceed it is refused."""
 RETRY_S = 0.1
 
 TRIALS = metrics.counter(
@@ -147,7 +150,7 @@ class _Live:
     sampling: SamplingConfig
     """The job's sampling when the request was accepted."""
     engine: Engine
-    """Engine that generates the answer: the candidate's or the served one."""
+    """Engine that generates the answer: the candidate's engine or the serving engine."""
     task: asyncio.Task[None] | None = None
     gone: bool = False
     """True once the client disconnected."""
@@ -382,7 +385,7 @@ class InferenceServer:
             else:
                 if finish:
                     return finish
-                why = "the engine ended what it had in hand"
+                why = "the engine ended its running requests"
             choice.pauses += 1
             if len(choice.token_ids) > before:
                 waiting_since = None
@@ -466,7 +469,12 @@ class InferenceServer:
 
 
 def _untrainable(asked: str, *, broken_off: bool, drawn: str) -> str:
-    """Return why an answer must not be trained, or ''. ``asked`` and ``drawn``: reasons in its request and sampling."""
+    """Return why an answer must not be trained, or ''.
+
+    Args:
+        asked: such a reason given by the request of the answer, or ''.
+        drawn: such a reason given by its sampling, or ''.
+    """
     if asked == CANARY:
         return NOT_COMPARED if broken_off or drawn else CANARY
     if broken_off:

@@ -1,4 +1,4 @@
-"""Trainer backends, which place a model on devices and differentiate it: one module or package each, one protocol."""
+"""Trainer backends, which place a model on devices and differentiate it. Each implements ``base.Backend``."""
 
 from __future__ import annotations
 

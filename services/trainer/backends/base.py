@@ -19,7 +19,10 @@ from penstock.shared.config.jobs.job import OptimizerConfig
 __all__ = ["Backend", "BackendState", "LearnerState", "LossFunction", "Role", "Scores", "Seconds", "TensorLayout"]
 
 Role = Literal["policy", "critic"]
-"""Role of a trained model. A critic is the policy's architecture with a scalar head (`score.weight`) for `lm_head`."""
+"""Role of a trained model.
+
+A critic has the policy's architecture, but a scalar head (`score.weight`) in place of `lm_head`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,8 @@ class LearnerState:
         models: state of each trained model by role; `policy` is always present.
         rule: state of the update rule by name: KL controller and reward statistics in float64; for an embodied job: the
             networks beside the policy, all optimizers and the replay buffer.
-        columns: names in ``rule`` of columns [K, ...] that grow and change by rows; a checkpoint stores them in shards.
+        columns: names of the tensors in ``rule`` that are columns [K, ...], of which an update changes only some rows;
+            a checkpoint stores them in shards.
     """
 
     models: dict[Role, BackendState]
@@ -106,7 +110,10 @@ class Backend(Protocol):
         """Load statistics of the routers of a trained mixture of experts; None for other models."""
 
     def route(self, microbatch: Microbatch | None) -> None:
-        """Count in ``routers`` the expert choices of a microbatch of the next minibatch, without gradient."""
+        """Count in ``routers`` the experts that the tokens of ``microbatch`` visit, without gradient.
+
+        Call it for all microbatches of a minibatch before ``accumulate``.
+        """
 
     def accumulate(
         self,
@@ -119,7 +126,8 @@ class Backend(Protocol):
         """Run forward, ``loss`` and backward. A pipeline of stages may defer the work until ``step``.
 
         Args:
-            microbatch: None if this rank has no more: it takes part in the collectives, and ``loss`` is not called.
+            microbatch: None if this rank has no more: the rank then takes part in the collectives, but does not call
+                ``loss``.
             entropy, kl: whether ``loss`` needs these scores (policy only; ``kl`` needs a reference).
         """
 
@@ -127,7 +135,7 @@ class Backend(Protocol):
         """Return log-probs (policy) or values (critic), float32 [M], without gradient; [0] for None."""
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """Return the log-probs of ``score`` under the frozen reference policy instead."""
+        """Return log-probs under the frozen reference policy, in the same form as ``score``."""
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradients, make an optimizer step and zero the gradients.
@@ -142,7 +150,8 @@ class Backend(Protocol):
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
         """Drop all moments and start an optimizer with ``config`` at the current weights.
 
-        ``whole``: train the base weights instead of the adapter, which must still be the identity (warm start).
+        ``whole``: train the base weights instead of the adapter (warm start). The adapter must still be untrained, so
+        that it changes nothing.
         """
 
     def layout(self) -> TensorLayout:

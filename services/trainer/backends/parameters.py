@@ -37,7 +37,7 @@ class Reader(Protocol):
     """Reads parameters of a module as whole tensors by name. A collective if parameters are sharded over ranks."""
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """Yield ``read(name)`` for each name while its decoder block is whole.
+        """Yield ``read(name)`` for each name; it is called while all parameters of the same decoder block are whole.
 
         A tensor is valid until the iterator advances.
         """
@@ -132,7 +132,7 @@ class Parameters:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that a checkpoint holds besides an adapter: all others, or none."""
+        """Return the base parameters that a checkpoint holds: all without an adapter or if ``keep_base``, else none."""
         return base_parameters(self._model) if self._lora is None or self._keep_base else {}
 
     def adapter(self) -> dict[str, nn.Parameter]:

@@ -18,7 +18,7 @@ from penstock.shared.models.experts import Routes
 __all__ = ["ScoreTensors", "score_tensors"]
 
 ScoreTensors = tuple[Tensor, Tensor | None, Tensor | None]
-"""The fields of ``Scores``, each [M]."""
+"""The fields of ``Scores`` in order: values, entropy and KL, each [M]; None for one that was not computed."""
 
 
 def score_tensors(
@@ -30,13 +30,15 @@ def score_tensors(
     reference: PreTrainedModel | None = None,
     routes: Routes | None = None,
 ) -> ScoreTensors:
-    """Return log-probs of a policy or values of a critic, by ``role``; ``batch`` is on the device of ``model``.
+    """Return the scores of ``batch``: log-probs of a policy or values of a critic, as ``role`` says.
 
     Log-probs are of logits / temperature, with the temperature of each token's row.
 
     Args:
-        reference: also return the exact KL divergence from this model, and the entropy.
-        routes: experts that each token of a mixture visits; None: the model's own choice.
+        batch: on the device of ``model``.
+        entropy: also return the exact entropy.
+        reference: if given, also return the exact entropy and the exact KL(policy || reference).
+        routes: experts that each token of a mixture visits; None: the routers of ``model`` decide.
     """
     if role == "critic":
         return selected_values(model, batch.tokens, batch.select_M), None, None

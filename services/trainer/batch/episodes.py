@@ -183,7 +183,7 @@ def _ends(
     """Return the flags terminated and truncated of each episode's last executed action, [E] each.
 
     Raises:
-        ProtocolError: an earlier action has a flag.
+        ProtocolError: an action before the last executed one of its episode has such a flag.
     """
     last = cuts[1:] - 1
     at = executed_NC[last].sum(1) - 1

@@ -1,4 +1,4 @@
-"""Facts of the whole batch, known to every rank so that results do not depend on the number of ranks.
+"""Properties of the whole batch, which every rank gathers so that results do not depend on the number of ranks.
 
 Rows are in manifest order, whichever rank holds them. Per-token arrays over the batch hold the scored tokens of one row
 after the other.
@@ -29,7 +29,7 @@ __all__ = ["BatchFacts", "gather_facts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:
-    """Facts of all trajectories of a batch, and the positions of this rank's trajectories among them.
+    """Properties of all trajectories of a batch, and the positions of this rank's trajectories among them.
 
     Attributes:
         group_B: index of the group in the batch.
@@ -95,7 +95,7 @@ class BatchFacts:
 
 
 def gather_facts(columns: Columns, shard: BatchShard[Group], collective: Collective) -> BatchFacts:
-    """Gather the facts of the whole batch from all ranks.
+    """Return the properties of the whole batch, gathered from the ``columns`` of all ranks. A collective.
 
     Raises:
         ProtocolError: no trajectory of the batch is valid.

@@ -150,7 +150,7 @@ class BatchInputs:
         self.arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Follow the announced batches until cancelled."""
+        """Read announcements of batches until cancelled, and prefetch this rank's groups of each new batch."""
         reader = self._bus.follow(subjects.BATCHES, subjects.batches(self._job))
         async with contextlib.aclosing(reader):
             async for message in reader:
@@ -206,6 +206,6 @@ class BatchInputs:
 
 
 def _retrieve(task: asyncio.Task[BatchShard[Any]]) -> None:
-    """Mark the error as retrieved; ``shard`` raises it."""
+    """Retrieve the error of a failed prefetch, so that asyncio does not log it. ``shard`` still gets the error."""
     if not task.cancelled():
         task.exception()

@@ -47,7 +47,7 @@ def minibatches(
         columns: columns of this rank's groups.
         skip_B: rows of the batch that are not packed but counted in the denominators.
         excluded_B: rows that are neither packed nor counted.
-        order_G: order in which groups are split; None: manifest order. Rows within a minibatch keep manifest order.
+        order_G: order of the groups for the split; None: manifest order. Rows within a minibatch keep manifest order.
     """
     of_rows = facts.minibatch_of_rows(number, order_G)
     packed_B = ~(skip_B | excluded_B)[facts.own_B]

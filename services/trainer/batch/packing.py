@@ -1,7 +1,7 @@
 """Packing: groups become columns, and columns become microbatches of packed sequences.
 
-A pure function of the groups in manifest order and the configuration: a replay packs the same tokens at the same
-places. Columnar throughout: work per trajectory is a few array operations, never a loop over tokens.
+Packing is a pure function of the groups in manifest order and the configuration, so a replay packs the same tokens at
+the same positions. The work per trajectory is a few array operations, never a loop over tokens.
 
 Shape legend: B = valid trajectories (neither failed nor greedy), G = groups, T = packed tokens, M = scored tokens,
 S1 = sequences + 1.
@@ -47,11 +47,12 @@ class Columns:
         baseline_G: float32, reward of the group's greedy completion; NaN without one.
         truncated_B: bool, cut off by the token limit.
         prompt_start_B, prompt_length_B: range of the prompt in ``tokens``.
-        start_B, length_B: range of the completion in ``logprobs`` and ``mask``; in ``tokens`` it is ``offset`` later.
+        start_B, length_B: range of the completion in ``logprobs`` and ``mask``; in ``tokens``, the range begins at
+            ``start_B + offset``.
         offset: index in ``tokens`` of the first completion; prompts come first.
         tokens: int64, all prompts, then all completions (also of invalid trajectories, to which no row points).
-        logprobs, mask: of completion tokens: behaviour log-probs, and 1 if the policy chose the token.
-        scored_B: number of tokens with mask 1.
+        logprobs, mask: behaviour log-prob of each completion token, and True if the policy chose the token.
+        scored_B: number of tokens with mask True.
         num_groups: number of groups.
         num_failed: number of failed trajectories.
         assumed_B: bool, True if the sampler is unknown, so that the log-probs are meaningless.
@@ -92,13 +93,13 @@ class Microbatch:
     """Input of one forward and backward pass.
 
     Attributes:
-        tokens: prompts and completions without the last token of each, which precedes no token to score.
-        select_M: position whose logits score the token; ``targets_M``: the token.
+        tokens: sequences of prompt and completion, each without its last token, which precedes no token to score.
+        select_M: position in ``tokens`` whose logits score the token; ``targets_M``: id of the token.
         rows_M: row of the token's trajectory in this rank's columns.
         behaviour_M: behaviour log-probs, float32.
         lengths_M: number of scored tokens of the token's trajectory, float32.
         source_M: index of the token in the columns' ``logprobs`` and ``mask``.
-        experts_TNK: experts of each packed token in each expert layer, to be replayed; None: free choice.
+        experts_TNK: experts of each packed token in each expert layer, to be replayed; None: the routers decide.
         temperature_M: float32, temperature of the token's trajectory; None if all are 1.
     """
 
@@ -227,7 +228,7 @@ def columns_of_rows(
 
 
 def microbatches(columns: Columns, rows: Ints, max_tokens: int) -> list[Microbatch]:
-    """Pack ``rows`` into microbatches of at most ``max_tokens``: few and nearly equal, by next-fit in order of length.
+    """Pack ``rows``, longest first, into few and nearly equal microbatches of at most ``max_tokens`` (next-fit).
 
     Sequences of similar length are packed together, because attention works on padded blocks. A sequence longer than
     ``max_tokens`` is never split; it gets its own microbatch. Rows without a scored token are left out.
@@ -248,7 +249,7 @@ def pair_microbatches(columns: Columns, pairs_P2: Ints, max_tokens: int) -> list
 
 
 def _next_fit(packed: Ints, max_tokens: int) -> list[Ints]:
-    """Pack items of the lengths ``packed``, longest first; return the indices of the items in each pack.
+    """Sort items by their lengths ``packed``, longest first, and pack them; return the indices in each pack.
 
     An item longer than ``max_tokens`` is alone in its pack.
     """
@@ -302,7 +303,7 @@ def _pack(columns: Columns, rows: Ints) -> Microbatch:
 
 
 def concatenated_ranges(starts: Ints, lengths: Ints) -> Ints:
-    """Return the concatenation of ``arange(start, start + length)``."""
+    """Return the concatenation of ``arange(start, start + length)`` over all pairs of start and length."""
     shift = np.repeat(starts - _starts(lengths), lengths)
     return np.arange(len(shift)) + shift
 
@@ -340,7 +341,7 @@ def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
 
 
 def stand_in() -> Microbatch:
-    """Return a microbatch of one token that scores itself, for a rank without microbatches while others have more."""
+    """Return a dummy microbatch of one token: a rank that has no microbatch left uses it to join the others' passes."""
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float32)
     tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
     return Microbatch(

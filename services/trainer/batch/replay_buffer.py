@@ -1,4 +1,4 @@
-"""Replay buffer: the newest transitions in a ring of columns, each group inserted once, sampled by a pure function.
+"""Replay buffer: a ring of columns with the newest transitions. A sample depends only on seed, number and content.
 
 Shape legend: N = given transitions, K = stored transitions, B = sampled transitions, G = groups with a stored
 transition, O = components of an observation, A = components of an action.
@@ -63,7 +63,7 @@ class ReplayBuffer:
         self.inserted = 0
         """Number of transitions ever inserted."""
         self._groups: deque[tuple[Draw, int]] = deque()
-        """Groups with a stored transition, each with the value of ``inserted`` after its last one."""
+        """Groups with a stored transition, each with the value of ``inserted`` after the group's last transition."""
 
     def __len__(self) -> int:
         return min(self.inserted, self.capacity)
@@ -74,7 +74,10 @@ class ReplayBuffer:
         return tuple(self._columns)
 
     def insert(self, transitions: Transitions) -> int:
-        """Insert the new groups over the oldest transitions; return the number of new transitions."""
+        """Insert the transitions of groups that are not stored yet, and return the number of inserted transitions.
+
+        A full buffer overwrites its oldest transitions.
+        """
         fresh_N = self._admit(transitions)
         given = {
             "observations": transitions.observations_NO,
@@ -106,9 +109,10 @@ class ReplayBuffer:
         return np.concatenate([np.zeros(0, np.int64), *fresh])
 
     def sample(self, number: int, size: int) -> dict[str, Tensor]:
-        """Sample ``observations``, ``next_observations`` [B, O], ``actions`` [B, A], ``rewards``, ``terminated`` [B].
+        """Return ``size`` random transitions, with replacement.
 
-        Depends only on the seed, the number of the sample and the content of the buffer, which must not be empty.
+        ``observations`` and ``next_observations`` are [B, O], ``actions`` [B, A], ``rewards`` and ``terminated`` [B].
+        The sample depends only on the seed, ``number`` and the content of the buffer, which must not be empty.
         """
         rows = sampled_rows(self._seed, number, stored=len(self), size=size)
         return {name: torch.from_numpy(column[rows]) for name, column in self._columns.items()}
@@ -116,8 +120,8 @@ class ReplayBuffer:
     def state(self) -> dict[str, Tensor]:
         """Return copies of the columns [K, ...] in storage order and the counters.
 
-        ``inserted``: int64 [1]. ``groups``: int64 [G, 3], ordinal and n of each group's draw, and the value of
-        ``inserted`` after the group's last transition.
+        ``inserted``: int64 [1]. ``groups``: int64 [G, 3], ``ordinal`` and ``n`` of each group's draw, and the value
+        of ``inserted`` after the group's last transition.
         """
         columns = {name: torch.from_numpy(column[: len(self)].copy()) for name, column in self._columns.items()}
         groups = [[draw.ordinal, draw.n, end] for draw, end in self._groups]
@@ -130,7 +134,7 @@ class ReplayBuffer:
         """Restore what ``state`` returned; the run then continues as if not interrupted.
 
         Raises:
-            CheckpointError: another capacity or other sizes; nothing was loaded.
+            CheckpointError: ``state`` has columns or shapes that do not fit this buffer; nothing was loaded.
         """
         if state.keys() != {*self._columns, *_COUNTERS}:
             raise CheckpointError(f"replay buffer: the columns are {sorted(state)}; nothing else can be loaded")

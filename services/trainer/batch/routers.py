@@ -59,7 +59,7 @@ class Routers:
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """Shape of a router table without its tokens: (N, experts of a token)."""
+        """Last two dimensions of a router table [T, N, K]: layers with experts, and experts that a token visits."""
         return self.num_layers, self._top_k
 
     def count(self, chosen: Mapping[int, Tensor]) -> None:
@@ -73,7 +73,7 @@ class Routers:
         self.count({n: torch.bincount(row_A, minlength=self.num_experts) for n, row_A in enumerate(flat_NA)})
 
     def aim(self, collective: Collective) -> None:
-        """Set the counted minibatch, summed over all ranks, as the load for ``penalty``."""
+        """Sum the counted choices over all ranks, as the expert loads for ``penalty``, and start to count anew."""
         self._aim_NE, self._counted_NE = _summed(self._counted_NE, collective), self._zeros()
 
     def penalty(self, load: RouterLoad) -> Tensor:
@@ -97,7 +97,7 @@ class Routers:
             self._entropy += float(load.entropy[layer])
 
     def report(self, collective: Collective) -> dict[str, float]:
-        """Return metrics over all ranks since the last call; empty if no token went forward.
+        """Return metrics of the forward passes on all ranks since the last call; {} if there were none.
 
         `moe/load/<expert>` is the expert's share of all assignments, averaged over layers, times E: 1 is even.
         `moe/load_max` and `moe/load_min` are the extremes over layers and experts. `moe/router_entropy` is in nats,

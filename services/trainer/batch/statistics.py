@@ -1,4 +1,4 @@
-"""Metrics of an update: facts of the batch, and sums over the scored tokens that went forward.
+"""Metrics of an update: properties of the batch, and sums over the scored tokens of its training passes.
 
 Shape legend: B = valid trajectories, N = scored tokens of the batch, M = scored tokens of a microbatch.
 """
@@ -35,7 +35,7 @@ RATIO_QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 
 def reduced_sums(sums: dict[str, float], collective: Collective) -> dict[str, float]:
-    """Return sums over ranks; a rank without a name adds 0."""
+    """Return the sum over ranks of each name in ``sums``; a rank whose ``sums`` lack a name adds 0."""
     return collective.sum({name: sums.get(name, 0.0) for name in union(sums, collective)})
 
 
@@ -52,7 +52,7 @@ def quantiles(name: str, values: NDArray[np.floating], places: dict[str, float])
 
 @dataclass(slots=True)
 class TokenSums:
-    """Sums over all tokens of an update that went forward, counted in each epoch."""
+    """Sums over the scored tokens of all training passes of an update. A token counts once in each epoch."""
 
     sums: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0})
     ratios: list[Tensor] = field(default_factory=list)
@@ -78,7 +78,7 @@ class TokenSums:
         self.ratios.append(loss.ratio_M.detach().float().cpu())
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Return means over the tokens of all ranks, and quantiles of the ratio; without tokens only their count."""
+        """Return means over the tokens of all ranks and quantiles of the ratio; without tokens, only their number."""
         sums = reduced_sums(self.sums, collective)
         own = torch.cat(self.ratios).numpy() if self.ratios else np.zeros(0, np.float32)
         ratios = np.concatenate([part["ratio"] for part in collective.gather({"ratio": own})])
@@ -118,9 +118,10 @@ class Mismatch:
             self.sums[name] += float(value)
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Return mean absolute differences of log-probs and k3 of KL(sampler || trainer).
+        """Return the mean absolute difference of trainer and sampler log-probs, and k3 of KL(sampler || trainer).
 
-        `mismatch/*` covers tokens of the current version, `lag/*` those of older versions; absent without such tokens.
+        `mismatch/*` covers tokens of the version in training, `lag/*` tokens of older versions. Metrics without tokens
+        are absent.
         """
         total = collective.sum(self.sums)
         means = {}
@@ -156,7 +157,10 @@ def batch_facts(facts: BatchFacts) -> dict[str, float]:
 
 
 def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -> dict[str, float]:
-    """Return metrics of the advantages of trajectories [B] or tokens [N], and the number of groups with all 0."""
+    """Return metrics of the advantages of trajectories [B] or tokens [N].
+
+    `groups/no_signal` is the number of groups whose advantages are all 0.
+    """
     values = advantages.double()
     groups = np.repeat(facts.group_B, facts.scored_B) if per_token else facts.group_B
     signal = np.zeros(facts.num_groups, np.bool_)
@@ -188,7 +192,7 @@ def lag_facts(manifest: BatchManifest) -> dict[str, float]:
 
 
 def optimizer_facts(name: str, rate: float, grad_norms: list[float]) -> dict[str, float]:
-    """Return learning rate, number of steps, and mean gradient norm; a non-finite norm made no step."""
+    """Return learning rate, number of steps, and mean gradient norm. A non-finite norm counts as no step."""
     finite = [norm for norm in grad_norms if math.isfinite(norm)]
     facts = {f"{name}/lr": rate, f"{name}/steps": float(len(finite))}
     return facts | ({f"{name}/grad_norm": sum(finite) / len(finite)} if finite else {})

@@ -71,7 +71,7 @@ def read_shards_of_rows(path: Path, manifest: CheckpointManifest) -> dict[str, T
 
 
 def _shards(columns: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield slices of the columns by rows; one empty slice if there are no rows, none without columns."""
+    """Yield slices of the columns by rows: one empty slice if the columns have no rows, nothing without columns."""
     if not columns:
         return
     num_rows = len(next(iter(columns.values())))

@@ -119,7 +119,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """Return a member of an enumeration: some Python 3.11 releases pickle it as an attribute of its class."""
+    """Replace ``getattr``, with which some Python 3.11 releases pickle members of enumerations; refuse other uses."""
     if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
         raise pickle.UnpicklingError("'builtins.getattr' has no place in a table of tensors but for enumerations")
     member: Enum = kind.__members__[name]

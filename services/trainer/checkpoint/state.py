@@ -152,10 +152,10 @@ _WHAT: dict[Part, str] = {
     "reference": "reference policy",
 }
 _EXPORTED: tuple[Part, ...] = ("weights", "adapter")
-"""Parts for other programs, written as one file each even if they are sharded."""
+"""Parts of a model that other programs read. Each is written as one whole file, even if it is also in shards."""
 _SHARDS, _RNG, _RULE = "shards", "rng.safetensors", "rule.safetensors"
 _EXPORT_BYTES = 1 << 28
-"""Bytes of sharded tensors assembled at once for the export."""
+"""Approximate number of bytes of sharded tensors that are put together at once for these files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Checkpoint:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Facts passed to ``save_checkpoint``."""
+        """Metadata that the caller of ``save_checkpoint`` passed."""
         return self.stored.manifest.meta
 
 
@@ -197,7 +197,7 @@ def save_checkpoint(
     Args:
         root: directory of all jobs' checkpoints.
         number: number of the last batch in the state, 0 before the first.
-        meta: facts stored with the checkpoint; JSON-serializable.
+        meta: metadata stored with the checkpoint; JSON-serializable.
         token: distinguishes attempts at the same number.
 
     Returns:
@@ -246,7 +246,7 @@ def _made(directory: Path) -> str:
 
 
 def _write_shards(partial: Path, state: LearnerState, ranks: CheckpointRanks | None) -> list[str]:
-    """Write this rank's parts of sharded models; return the files."""
+    """Write this rank's parts of sharded models; return the paths of the written files, relative to ``partial``."""
     written = []
     for role, model in state.models.items():
         if _is_cut(model):
@@ -276,7 +276,7 @@ def _write_whole(partial: Path, prefix: str, model: BackendState) -> dict[str, S
 def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredCheckpoint]) -> dict[str, StoredFile]:
     """Write the state of the update rule; return all files by name.
 
-    ``previous``: the job's newest checkpoint, or empty. Its unchanged shards of rows are linked instead of written.
+    ``previous``: the job's newest checkpoint, or empty. A shard of rows that is the same there becomes a hard link.
     """
     columns = {name: tensor for name, tensor in state.rule.items() if name in state.columns}
     rest = {name: tensor for name, tensor in state.rule.items() if name not in state.columns}
@@ -303,7 +303,7 @@ def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tens
 
 
 def verify_share(path: Path, *, rank: int, ranks: int) -> None:
-    """Compare this rank's share of the files with the manifest. All ranks must agree before any of them reads.
+    """Compare this rank's share of the files with the manifest. No rank may load them before all ranks succeeded.
 
     Raises:
         CheckpointError: the checkpoint is not committed, or a file is missing or was changed.
@@ -315,8 +315,8 @@ def load_checkpoint(path: Path, *, into: LearnerState | None = None, verified: b
     """Verify and read a checkpoint.
 
     Args:
-        into: a state of the learner that will load it. Its sharded tensors are overwritten with this rank's parts, so
-            that no rank ever holds the whole. None: read whole tensors.
+        into: a state of the learner that will load the checkpoint. The sharded tensors of ``into`` are overwritten with
+            this rank's parts, so that no rank ever holds whole ones. None: read whole tensors.
         verified: whether the files have already been compared with the manifest.
 
     Raises:
@@ -356,13 +356,13 @@ def _read_model(path: Path, prefix: str, manifest: CheckpointManifest, into: Bac
 
 
 def _in_directory(manifest: CheckpointManifest, prefix: str) -> list[str]:
-    """Return the files of one model, relative to its directory."""
+    """Return the names of one model's files, relative to its directory ``prefix``."""
     own = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
     return own if prefix else [name for name in own if not name.startswith(_MODELS["critic"])]
 
 
 def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
-    """Return whole tensors from shards."""
+    """Return the whole tensors of one model by part, put together from the files in ``shards``."""
     from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shard_table(shards)}

@@ -4,7 +4,7 @@
 
     <root>/<job>/<batch number, 8 digits>-<digest, 12 digits>/
         ...               files of ``state.py``
-        manifest.json     number, the caller's facts, pins, and size and sha256 of every file above
+        manifest.json     number, the caller's metadata, environment, size and sha256 of every file above
         COMMIT            sha256 of manifest.json: the checkpoint's digest
 
 Files are written and fsync'd in a temporary directory, which is then renamed; COMMIT is written last. Remains of a
@@ -47,7 +47,7 @@ SCHEMA = 2
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 _TEMPORARY = ".partial-"
 _OURS = re.compile(r"\.partial-(\d{8,})-\w+|(\d{8,})-[0-9a-f]{12}")
-"""Names of the directories that this module creates."""
+"""Pattern of the names of the directories that this module creates."""
 _BLOCK = 1 << 22
 
 
@@ -187,8 +187,8 @@ def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection
     removed first, so that nobody loads a checkpoint that is being deleted.
 
     Args:
-        recorded: number of the newest checkpoint in the ledger, which a restart loads. A newer one on disk was
-            committed by a trainer that ended before it reported it, and is ignored.
+        recorded: number of the newest checkpoint in the ledger, which a restart loads. Newer checkpoints on disk are
+            ignored: a trainer committed them, but ended before it reported them.
 
     Returns:
         Directories of the committed checkpoints that were deleted.

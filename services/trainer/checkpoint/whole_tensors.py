@@ -116,7 +116,7 @@ def tensor_table(path: Path) -> TensorTable:
 
 
 def read_slices(path: Path, targets: Mapping[str, Tensor], rows_of: Callable[[int], slice]) -> None:
-    """Fill each target with rows ``rows_of(number of rows)`` of the stored tensor of its name; scalars whole.
+    """Copy ``rows_of(number of rows)`` of each stored tensor into the target of the same name; copy scalars whole.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -35,7 +35,7 @@ def imitate(
     collective: Collective,
     on_pass: Callable[[int, float], None],
 ) -> None:
-    """Maximise the likelihood of the demonstrated actions: ``epochs`` passes over all steps, each in its own order.
+    """Maximise the likelihood of the demonstrated actions: ``epochs`` passes over all steps, each in random order.
 
     Every step is a decision on the following C actions; actions beyond the end of its episode are masked. Before
     training, the observation statistics are updated with the demonstrations. A Gaussian policy learns its mean only:
@@ -83,7 +83,10 @@ def _decisions(policy: EpisodePolicy, demonstrations: Demonstrations, device: to
 
 
 def _windows(cu_seqlens: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the steps of the decision that begins at each step, [S, C], and a mask of those within its episode."""
+    """Return the C steps of the decision that begins at each step, [S, C], and which of them are in its episode.
+
+    Indices beyond the end of the episode are replaced by its last step.
+    """
     ends_S = np.repeat(cu_seqlens[1:], np.diff(cu_seqlens))
     steps_NC = np.arange(len(ends_S))[:, None] + np.arange(chunk)
     executed_NC = steps_NC < ends_S[:, None]

@@ -65,7 +65,7 @@ class JobLearner(Protocol):
 def open_learner(
     config: AnyTraining, collective: Collective | None = None, *, simulator: EnvSpec | None = None
 ) -> JobLearner:
-    """Open the learner of a job on the device in its placement.
+    """Return the learner for the job's kind, on the device that ``config.placement`` names.
 
     Args:
         simulator: properties of the simulator: its observations and actions; required for an embodied job.

@@ -195,7 +195,7 @@ class Learner:
 
     @property
     def _pins(self) -> dict[str, str]:
-        """Digest of the teacher, on which updates depend and whose weights no checkpoint has; empty without one."""
+        """Return ``{"teacher": digest of the teacher's weights}``, on which updates depend; empty without a teacher."""
         return {"teacher": self._teacher.digest} if self._teacher is not None else {}
 
     def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:

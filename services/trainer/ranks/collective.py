@@ -1,4 +1,4 @@
-"""Exchange between the ranks of one update besides gradients: batch facts, sums of metrics, votes.
+"""Exchange between the ranks of one update besides gradients: properties of the batch, sums of metrics, votes.
 
 Every method is a collective: all ranks call it in the same order with the same names. Results are equal on every rank,
 and so is everything computed from them.

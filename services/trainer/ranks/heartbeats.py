@@ -47,7 +47,7 @@ class Threads:
 
 
 class Ranks:
-    """State of one process for its whole life. The job that holds ``turn`` is trained; others wait."""
+    """Ranks of this trainer, as one process uses them. Jobs take turns: the job that holds ``turn`` is trained."""
 
     def __init__(self, world: World, threads: Threads, liveness: Liveness | None = None) -> None:
         self.world, self.threads, self.liveness = world, threads, liveness
@@ -60,7 +60,7 @@ class Ranks:
 
     @property
     def place(self) -> Place:
-        """Rank and size of this process."""
+        """Rank of this process, and the number of ranks."""
         return self.world.place
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:

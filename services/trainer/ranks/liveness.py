@@ -67,7 +67,7 @@ class Liveness:
 
     @classmethod
     async def open(cls, world: World, compute: Compute, *, silence_s: float, interval_s: float) -> Liveness:
-        """Listen on rank 0; connect to rank 0 on another rank.
+        """On rank 0, listen for the other ranks. On any other rank, connect to rank 0.
 
         Args:
             compute: runs blocking calls in a thread.
@@ -129,7 +129,7 @@ class Liveness:
                 return f"rank {sign.rank}: {sign.failure}"
         return ""
 
-    def story(self) -> str:
+    def describe(self) -> str:
         """Return the last known stage of every rank as text."""
         known = {sign.rank: sign for sign in (self._own(), *self._heartbeats.values())}
         ranks = sorted({*known, *self._silence})
@@ -146,7 +146,7 @@ class Liveness:
             raise RankLost(
                 f"{named} of {self._world.place.size} gave no sign for {self._silence_s:g} s "
                 f"(PENSTOCK_RANK_SILENCE_S): stopped, or the host is gone. All ranks start over from the last "
-                f"checkpoint. When heard last: {self.story()}"
+                f"checkpoint. When heard last: {self.describe()}"
             )
 
     def _own(self) -> Sign:
@@ -160,7 +160,7 @@ class Liveness:
                 writer.write(line)
 
     async def _listen(self, host: str) -> int:
-        """Listen on the loopback device if all ranks share the host, else on all devices, as the store does."""
+        """Listen on the loopback interface if all ranks share the host, else on all interfaces; return the port."""
         if host in LOOPBACK:
             listener = socket.create_server(("127.0.0.1", 0))
         elif socket.has_dualstack_ipv6():

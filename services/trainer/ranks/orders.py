@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Close",
-    "Forget",
+    "DiscardSnapshot",
     "Leave",
     "Load",
     "Open",
     "Order",
     "Orders",
     "Publish",
-    "Recall",
-    "Remember",
+    "Restore",
     "Save",
+    "Snapshot",
     "Train",
     "WarmStart",
 ]
@@ -69,16 +69,16 @@ class Train(_Order, frozen=True, tag=True):
     manifest: BatchManifest
 
 
-class Remember(_Order, frozen=True, tag=True):
-    """Keep a copy of the state in memory."""
+class Snapshot(_Order, frozen=True, tag=True):
+    """Copy the training state in memory, for ``Restore``."""
 
 
-class Recall(_Order, frozen=True, tag=True):
-    """Restore the state from the copy that ``Remember`` kept, and free the copy."""
+class Restore(_Order, frozen=True, tag=True):
+    """Restore the training state from the copy that ``Snapshot`` made, and free the copy."""
 
 
-class Forget(_Order, frozen=True, tag=True):
-    """Free the copy that ``Remember`` kept."""
+class DiscardSnapshot(_Order, frozen=True, tag=True):
+    """Free the copy that ``Snapshot`` made, if there is one."""
 
 
 class Publish(_Order, frozen=True, tag=True):
@@ -100,7 +100,7 @@ class Leave(_Order, frozen=True, tag=True):
     """End the follower."""
 
 
-Order = Open | WarmStart | Load | Train | Remember | Recall | Forget | Publish | Save | Close | Leave
+Order = Open | WarmStart | Load | Train | Snapshot | Restore | DiscardSnapshot | Publish | Save | Close | Leave
 
 _decoder = msgspec.msgpack.Decoder(Order)
 
@@ -128,7 +128,9 @@ class Orders:
             raise RankLost(f"order {self._number} could not be given: {_first_line(error)}") from error
 
     def wait_until_taken(self, deadline_s: float) -> None:
-        """Wait up to ``deadline_s`` until followers have read the last order, before the store's process ends.
+        """Wait until all followers have read the last order, but at most ``deadline_s``.
+
+        Rank 0 calls this before its process, which holds the store, ends.
 
         Raises:
             RankLost: the store is lost.

@@ -38,7 +38,7 @@ _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rank and number of ranks of this process. ``local_rank`` counts within this host and selects the GPU."""
+    """Rank of this process, and ``size``, the number of ranks. ``local_rank``: rank on this host; selects the GPU."""
 
     rank: int = 0
     size: int = 1
@@ -69,11 +69,11 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
 
 
 class Stages:
-    """Nested stages that all ranks pass together. One thread enters and leaves them; others read."""
+    """Nested stages of the work that all ranks do together. One thread enters and leaves them; others only read."""
 
     def __init__(self) -> None:
         self.entered = 0
-        """Stages entered so far."""
+        """Number of stages entered so far."""
         self._open: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -141,8 +141,8 @@ class ProcessGroup:
             if not isinstance(error, dist.DistError) and not any(sign in text for sign in _SIGNS):
                 raise
             raise RankLost(
-                f"rank {self.rank} of {self.size} waited for the others ({what}): one of them died or said nothing for "
-                f"{self._deadline_s:g} s ({_cause(error)})"
+                f"rank {self.rank} of {self.size} waited for the others ({what}): one of them died, or did not respond "
+                f"for {self._deadline_s:g} s ({_cause(error)})"
             ) from error
 
     def _numbers(self, values: Mapping[str, float]) -> list[dict[str, float]]:
@@ -165,7 +165,7 @@ class ProcessGroup:
 
 
 def _cause(error: Exception) -> str:
-    """Return the library's message without its advice."""
+    """Return the first line of the library's message, without its advice about typical causes."""
     return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0] or type(error).__name__
 
 
@@ -244,11 +244,11 @@ def join(place: Place, *, deadline_s: float) -> World:
 
 
 def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Store:
-    """Return a part of torchrun's store without entries of earlier starts; torchrun keeps one store for all.
+    """Return a part of torchrun's store that has no entries of earlier starts; torchrun has one store for all starts.
 
     Rank 0 names each start. The other ranks sign up under the newest name and move to a newer one when it appears. They
     may have found the name of an earlier start, so a start is valid only once rank 0 has confirmed the processes that
-    signed up. Restart counters of the agents are no substitute: each agent counts its own restarts.
+    signed up. The restart counters of torchrun's agents are no substitute: each agent counts only its own restarts.
 
     Raises:
         TimeoutError: some ranks did not sign up.

@@ -29,7 +29,7 @@ def as_sharded(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
 
 
 def gathered(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
-    """Return the whole tensor of ``shape`` of which this rank holds ``local``; a collective."""
+    """Return a whole tensor of ``shape`` from all ranks' rows; ``local``: this rank's rows. A collective."""
     return as_sharded(local, mesh, shape).full_tensor()
 
 

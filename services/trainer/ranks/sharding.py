@@ -35,7 +35,8 @@ class BatchShard(Generic[AnyGroup]):
         objectives: objective of every group of the whole batch; empty: all use the policy loss.
         baselines: sealed baseline of every group of the whole batch; empty: none.
         weights: advantage factor of every group of the whole batch; empty: 1.
-        start_version: policy version that the batch trains; None: every token counts as one of that version.
+        start_version: policy version that the batch trains; None: unknown, and every token counts as sampled
+            by the version in training.
     """
 
     groups: list[AnyGroup]
@@ -70,7 +71,10 @@ class BatchShard(Generic[AnyGroup]):
 def owners(
     group_tokens: Sequence[int], objectives: Sequence[Objective], *, minibatches: int, ranks: int
 ) -> NDArray[np.int64]:
-    """Return the rank of each group, int64 [groups]: ``assign`` per objective, because each has its own loss."""
+    """Return the rank of each group, int64 [groups].
+
+    Calls ``assign`` for the groups of each objective separately, because each objective has its own loss.
+    """
     owner = np.zeros(len(group_tokens), np.int64)
     tokens, kinds = np.asarray(group_tokens, np.int64), np.array(objectives, np.str_)
     for objective in dict.fromkeys(objectives):

@@ -1,4 +1,4 @@
-"""Off-policy share of a batch: answers to imitate and answer pairs to prefer.
+"""Off-policy share of a batch: answers to imitate, and pairs of a preferred and a rejected answer.
 
 Each loss has its own denominators, over the minibatch on all ranks: ``coef · mean over tokens of -log pi`` and
 ``coef · mean over pairs of strength · dpo``. Log-probs are of logits / temperature, with the temperature of each group.
@@ -98,11 +98,11 @@ class OffPolicySteps:
     def report(self) -> dict[str, float]:
         """Return metrics over all ranks: mean losses, and pair statistics.
 
-        Each loss, without coefficient, is averaged over the steps that had it; `loss/off_policy`, their sum with
-        coefficients, over all steps.
+        `loss/supervised` and `loss/preference` are without coefficient, averaged over the steps that had such groups.
+        `loss/off_policy` is the sum of both losses with coefficients, averaged over all steps.
 
-        `preference/margin` is the mean of DPO's h before each step, `preference/accuracy` the share of pairs with h
-        above 0.
+        `preference/margin` is the mean DPO margin before each step: ``beta`` times the log-ratio of the preferred
+        answer minus that of the rejected one. `preference/accuracy` is the share of pairs with a margin above 0.
         """
         names = ("supervised", "preference", "weighted", "margin", "preferred")
         sums = self._collective.sum({name: self._sums[name] for name in names})
@@ -207,9 +207,10 @@ def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[C
 
 
 def _rows_of(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Return ``rows_S``, the ascending rows of the sequences, pairs adjacent, and ``local_M``.
+    """Return ``(rows_S, local_M)``.
 
-    ``local_M``: index in ``rows_S`` of each token's sequence.
+    ``rows_S``: rows of the sequences in ascending order, so that pairs are adjacent. ``local_M``: index in ``rows_S``
+    of each token's sequence.
     """
     rows_S, local_M = torch.unique(microbatch.rows_M, return_inverse=True)
     return rows_S, local_M

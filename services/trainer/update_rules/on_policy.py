@@ -1,8 +1,8 @@
 """Update rule of every on-policy algorithm: how one sealed batch changes the policy and the critic.
 
 The update is a pure function of (state, groups in manifest order, position in the run): the same call from the same
-state gives the same bytes on the same machine, thread count and ranks. Every rank computes quantities of the whole
-batch from facts of the whole batch, so the number of ranks changes only rounding.
+state gives the same bytes on the same machine, thread count and ranks. Every rank gathers the properties of the whole
+batch and computes advantages from them, so the number of ranks changes only rounding.
 
 Shape legend: B = trajectories of the batch, N = scored tokens of the batch, L = this rank's flat completion tokens.
 """
@@ -238,7 +238,7 @@ class OnPolicyRule:
         return [part for order_G in orders_G for part in of_pass(order_G=order_G)]
 
     def _without_gradient(self, batch: PreparedBatch, credit: Credit) -> NDArray[np.bool_]:
-        """Return a mask of the rows that get no gradient from any term of the loss: they are counted, not computed."""
+        """Return a mask of the rows to skip, which get no gradient from any loss term; denominators count them."""
         kl = self._algorithm.kl
         routers = self._models["policy"].routers
         other_terms = self._algorithm.entropy_coef != 0 or (kl is not None and kl.place == "loss")

@@ -60,7 +60,10 @@ class PolicySteps:
         self.grad_norms: list[float] = []
 
     def step(self, minibatch: Minibatch | None) -> float:
-        """Make one optimizer step and return the gradient norm. For None, use only gradients accumulated elsewhere."""
+        """Make one optimizer step and return the gradient norm.
+
+        If ``minibatch`` is None, the step uses only the gradients that off-policy losses have accumulated.
+        """
         if minibatch is not None:
             self._accumulate(minibatch)
         self.grad_norms.append(self._backend.step(self.rate))

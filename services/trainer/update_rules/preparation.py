@@ -1,4 +1,4 @@
-"""Preparation of a batch before its first step: columns, facts, shaped rewards and passes without gradient.
+"""Preparation of a batch before its first step: columns, batch properties, shaped rewards, passes without gradient.
 
 Shape legend: B = trajectories of the batch, N = scored tokens of the batch, L = this rank's flat completion tokens,
 M = scored tokens of a microbatch.
@@ -80,7 +80,7 @@ def prepare(
     work: Mapping[Role, Work],
     teacher: Teacher | None = None,
 ) -> PreparedBatch:
-    """Gather the facts of a batch and run the passes without gradient, whose work is added to ``work``.
+    """Gather the properties of a batch, run the passes without gradient, and add the work of the models to ``work``.
 
     Raises:
         ProtocolError: a group cannot be scored, or no trajectory of the batch is valid.

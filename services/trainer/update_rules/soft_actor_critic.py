@@ -8,7 +8,8 @@ A transition is one decision, however many actions it has. The buffer stores raw
 the current statistics when they are sampled.
 
 Shape legend: N = decisions of the batch, B = this rank's share of the transitions of a step, O = components of an
-observation, A = components of a decision (of an action in NCA, where C = its actions), otherwise C = critics.
+observation, A = components of a decision, C = critics. In NCA and BCA, C = actions of a decision and A = components of
+one action.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _BUFFER, _TARGET = "buffer.", "target."
 
 
 class SoftActorCriticRule:
-    """Trains critics, actor, temperature, targets in this order ``steps_per_update`` times (arXiv 1812.05905, alg. 1).
+    """Makes ``steps_per_update`` steps, each of critics, actor, temperature and targets (arXiv 1812.05905, alg. 1).
 
     Args:
         seed: seed of the critics' initial weights, of all samples and of all noise.
@@ -214,7 +215,7 @@ class SoftActorCriticRule:
         sums["target"] += float(targets_B.double().sum())
 
     def _draw(self, number: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Return this rank's transitions of a step, and the noise [B, C, A] for actions in first and next states."""
+        """Return this rank's transitions of a step, and the noise [B, C, A] for actions in states and next states."""
         own = slice(self._collective.rank, None, self._collective.size)
         batch = self.buffer.sample(number, self._config.batch_size)
         rng = np.random.default_rng([self._seed, number, 1])

@@ -40,7 +40,8 @@ BACKEND = "backend"
 in jobs with a promotion gate, which may have to recompute a served version bit for bit from an earlier checkpoint, with
 the backend of that checkpoint."""
 TEMPERATURE = "sampling.temperature"
-"""Sampling temperature: a change applies to later draws; earlier ones are trained at the temperature they used."""
+"""Key of the sampling temperature. A change applies to later draws; an earlier draw is trained at the temperature at
+which it was sampled."""
 LABELS = "metadata"
 
 
@@ -53,8 +54,8 @@ def settings_of(config: TrainingJob) -> dict[str, Any]:
 def ranges_of(config: BaseModel) -> list[dict[str, Any]]:
     """Return a row for each setting that may change in a job with this ``config``, in the order of AMENDABLE.
 
-    A row has ``key``, the current ``value``, ``type`` (integer or number), ``minimum`` (inclusive) and ``above``
-    (exclusive; None: no such bound), ``optional`` (True if null is valid), and ``description``.
+    A row has ``key``, the current ``value``, ``type`` (integer or number), the lower bounds ``minimum`` (inclusive) and
+    ``above`` (exclusive; None: no such bound), ``optional`` (True if null is valid), and ``description``.
     """
     return [_range(config, key) for key in AMENDABLE if is_amendable(config, key) and _owner(config, key) is not None]
 

@@ -102,7 +102,7 @@ class EvaluationJob(StrictModel):
 
     @property
     def data_config(self) -> DataConfig:
-        """Prompts as a data section; its training data are never drawn."""
+        """The held-out prompts as a section `data`, as in training jobs; nothing draws from its training sources."""
         data = DataConfig(train=self.data.eval, eval=self.data.eval, prompt=self.data.prompt)
         return data if self.environment is None else data.with_tools(self.environment.schemas)
 

@@ -72,8 +72,8 @@ class WarmStartConfig(StrictModel):
     """Sources of demonstrations; empty: the rows of `data.train`. A few demonstrations can warm-start a policy whose
     training prompts have only a checker and no answers."""
     demonstration: list[str] = Field(default_factory=list)
-    """Demonstration made from a row, as format strings over its fields: alternately text of the policy and answers
-    of its environment, beginning and ending with the policy. Only the policy's parts are trained on. Empty: the
+    """Demonstration built from a row, as format strings over the row's fields: alternately text of the policy and
+    answers of its environment, beginning and ending with the policy. Only the policy's parts are trained on. Empty: the
     reference answer."""
 
     @field_validator("demonstration")
@@ -163,7 +163,8 @@ class JobConfig(TrainingJob):
         return self
 
     def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield (key, field of ``Caps``, True if the job needs the capability) for keys that depend on the engine."""
+        """Yield ``(key, field of Caps, True if the job needs it)`` for each key of this kind of job that may need a
+        capability of the engine."""
         yield from ()
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""Kinds of jobs: ``kind`` of a job file selects the model that validates it."""
+"""Kinds of jobs: ``kind`` of a job file selects the config class that validates it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ KINDS: dict[str, type[AnyJob]] = {
     "evaluation": EvaluationJob,
     "serving": ServingJob,
 }
-"""Model of each kind of job file."""
+"""Config class that validates a job file, by its kind."""
 
 
 def job_model(data: Any) -> type[AnyJob]:
-    """Return the model of a job file; the default kind is ``rl``."""
+    """Return the config class for the kind of job file ``data``; that of ``rl`` if the kind is missing or unknown."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     return KINDS.get(kind, JobConfig) if isinstance(kind, str) else JobConfig
 

@@ -30,11 +30,10 @@ ANNOUNCED = (*OPTIONAL, *ENGINE_PACKAGES)
 
 @dataclass(frozen=True)
 class Need:
-    """Requirement of a job: ``key`` of its file needs ``package`` (of ANNOUNCED, or an engine) in processes of
-    ``service``.
+    """Package that a job requires: ``key`` in the job file needs ``package`` in the processes of ``service``.
 
-    An optional package is needed in every process of the service; an engine only in one, because rollout workers
-    without the engine do not take the job's work.
+    ``package`` is an optional package of Penstock, which every process of the service needs, or an engine. One process
+    with the engine suffices, because rollout workers without the engine do not take the job's work.
     """
 
     key: str
@@ -53,7 +52,7 @@ class Need:
 
 
 def needs(spec: AnyJob) -> list[Need]:
-    """Return the packages that a job needs and that a service may lack; its weights and data sets may need more."""
+    """Return the packages that a job needs and that a service may lack, as far as the job file shows them."""
     if isinstance(spec, EmbodiedJob):
         return []
     found = [Need("rollout.engine", spec.rollout.engine, "rollout")] if spec.rollout.engine in ENVIRONMENT_OF else []

@@ -138,13 +138,13 @@ class OnlineJob(JobConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """True if the trainer keeps a frozen reference policy, for a KL or for the preference loss."""
+        """True if the trainer keeps a frozen reference policy, for a KL penalty or the preference loss."""
         off_policy = self.online.off_policy
         return super().needs_reference or (off_policy is not None and off_policy.preference is not None)
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of the size of one stored group (bytes); a preference has two completions."""
+        """Upper bound of the size of one stored group (bytes). A group has one completion, a preference pair two."""
         off_policy = self.online.off_policy
         pairs = off_policy is not None and off_policy.preference is not None
         return group_bytes(

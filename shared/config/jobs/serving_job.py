@@ -21,12 +21,12 @@ class ServingConfig(StrictModel):
     """Handling of requests, and lifetime of the deployment."""
 
     hold_s: float = Field(30.0, gt=0, le=600)
-    """Time that a request waits for a rollout worker that has loaded the model and has capacity (seconds); after
-    that the client is told to retry later."""
+    """Longest wait of a request for a rollout worker that has loaded the model and has capacity (seconds). After that
+    the reply asks the client to retry later."""
     idle_s: float | None = Field(None, gt=0)
     """Seconds without a request after which the deployment ends; null: it stays until a user cancels it."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the tokenizer's chat template; default: those of the job that made the checkpoint."""
+    """Arguments of the tokenizer's chat template; default: those of the job that wrote the checkpoint."""
 
 
 class ServingJob(StrictModel):

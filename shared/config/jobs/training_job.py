@@ -43,21 +43,23 @@ class RunConfig(StrictModel):
     max_lag: int = Field(0, ge=0, le=64)
     """Bound on (trainer version at the start of an update) - (oldest version in a group). 0: strictly on-policy."""
     staleness: Literal["wait", "in_order", "drop"] = "wait"
-    """Handling of an in-flight draw that the next updates could not train within the lag bound. `wait`: wait for it;
-    `in_order`: train all draws in data order; `drop`: drop it once it is stale."""
+    """Handling of an in-flight draw that would be too old for the next update. `wait`: hold the batch back until the
+    draw has its group or misses its deadline; `in_order`: train all draws in data order; `drop`: do not wait, and drop
+    the draw once its lag exceeds `max_lag`."""
     oversample: float = Field(1.0, ge=1, le=8)
     """Number of in-flight draws, as a multiple of what the lag bound requires. The additional draws replace groups
     that a batch would lack; those not trained in time are dropped as stale."""
     draw_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of a draw after its dispatch (seconds). A draw that misses it is dropped and redrawn, at most four
-    times while draws of other prompts succeed."""
+    """Deadline of a draw after its dispatch (seconds). A draw that misses it is dropped and redrawn: at most four
+    times, or without limit while no groups arrive at all."""
     on_nonfinite: Literal["pause", "skip"] = "pause"
     """Handling of a non-finite loss or gradient: pause the job and keep the batch, or skip the optimizer step."""
     max_mismatch: float | None = Field(1.0, gt=0)
     """Pause the job after an update whose `mismatch/logprob` exceeds this, or after `max_lag` + 1 updates in a row
     whose `lag/logprob` does (nats per token or action dimension): the sampling policy differs from the trained one.
-    One version of lag adds about 0.01, one very large update of the policy up to 2.4 in `max_lag` batches, a cache of
-    old weights about 2 in every batch. Not applied to `sac`, which trains on old transitions; null: never pause."""
+    One version of lag adds about 0.01; one very large update of the policy, up to 2.4 in `max_lag` batches; a KV cache
+    that old weights computed, about 2 in every batch. Not applied to `sac`, which trains on old transitions; null:
+    never pause."""
 
 
 class CheckpointConfig(StrictModel):
@@ -106,7 +108,7 @@ def known_kind(kind: Any) -> Any:
 class TrainingJob(StrictModel, ABC):
     """Base of jobs with a trainer, a ledger and checkpoints, whatever their policy is.
 
-    The coordinator decides about draws and batches by these fields and properties alone.
+    The coordinator decides about draws and batches by the fields and properties of this class alone.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
@@ -158,7 +160,7 @@ class TrainingJob(StrictModel, ABC):
 
     @property
     def train_sources(self) -> list[str]:
-        """Names of the sources of training prompts; empty: not distinguished."""
+        """Names of the sources of training prompts; empty: the job does not distinguish sources."""
         return []
 
     @property

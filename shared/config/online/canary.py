@@ -12,8 +12,8 @@ __all__ = ["CanaryConfig"]
 
 
 class CanaryConfig(StrictModel):
-    """Canary trial of a version that passed the other bounds: it answers some conversations, and their feedback
-    decides."""
+    """Canary trial: a version that meets the other bounds answers a share of the conversations, and their feedback
+    decides if it is served to all."""
 
     share: float = Field(0.1, gt=0, le=0.5)
     """Share of conversations that the new version answers; a request without an episode counts as one conversation."""
@@ -26,4 +26,5 @@ class CanaryConfig(StrictModel):
     max_wait_s: float = Field(3600.0, gt=0)
     """Time after which `on_timeout` decides (seconds)."""
     on_timeout: Literal["refuse", "promote"] = "refuse"
-    """Verdict on a version with too little feedback; `promote`: unless the feedback so far shows it to be worse."""
+    """Verdict on a version with too little feedback. `promote`: serve it, unless the feedback so far shows that it is
+    worse by more than `max_drop`."""

@@ -15,7 +15,7 @@ class SupervisedConfig(StrictModel):
     """Imitation: cross-entropy on corrections, demonstrations, and good answers that the policy loss cannot use."""
 
     coef: float = Field(0.1, gt=0)
-    """Weight of the loss, a mean over the tokens of all such answers of the minibatch."""
+    """Weight of the loss, which is a mean over the tokens of all imitated answers of the minibatch."""
     min_reward: float = 0.0
     """Smallest reward at which answers that are too old for the policy loss, or whose sampling policy is unknown,
     are imitated."""
@@ -27,7 +27,7 @@ class PreferenceConfig(StrictModel):
     type: Literal["dpo"] = "dpo"
     """Direct preference optimization (arXiv 2305.18290)."""
     coef: float = Field(0.1, gt=0)
-    """Weight of the loss, a mean over the pairs of the minibatch."""
+    """Weight of the loss, which is a mean over the pairs of the minibatch."""
     beta: float = Field(0.1, gt=0)
     """Strength of the constraint to the frozen reference, which is the policy at version 0 or the reference of
     `algorithm.kl`."""

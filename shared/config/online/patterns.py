@@ -1,6 +1,6 @@
-"""Regular expressions of users for untrusted text, matched in linear time by RE2.
+"""Regular expressions that users write for untrusted text, matched in linear time by RE2.
 
-Patterns have Python's syntax. The classes of RE2 are ASCII only, so they are replaced by Unicode classes.
+Patterns have Python's syntax. RE2's character classes are ASCII only, so Unicode classes replace them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import re2
 __all__ = ["compile_pattern"]
 
 CLASSES = {"w": r"\p{L}\p{M}\p{N}_", "d": r"\p{Nd}", "s": r"\s\x1c-\x1f\x{85}\p{Z}"}
-"""RE2 equivalents of Python's classes, extended by combining marks: a false match is better than a missed one."""
+"""RE2 equivalents of Python's character classes, and combining marks: a false match is better than a missed one."""
 OUTSIDE = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 INSIDE = re.compile(r"\\.|.", re.DOTALL)
-"""Tokens of a pattern outside and inside of brackets; directly after ``[`` or ``[^``, ``]`` is a literal."""
+"""``OUTSIDE`` matches the next token of a pattern outside of brackets, ``INSIDE`` one inside of brackets. ``[]`` and
+``[^]`` are opening tokens, because a ``]`` directly after ``[`` or ``[^`` is a literal."""
 
 
 def compile_pattern(pattern: str) -> Any:

@@ -15,7 +15,7 @@ class QuarantineConfig(StrictModel):
     window: int = Field(200, ge=10, le=10_000)
     """Number of newest values of a source and metric that define the usual range."""
     min_items: int = Field(30, ge=10)
-    """Number of values that a source must have given of a metric before any is held."""
+    """Number of values of a metric that a source must have given before a value of this metric can be held."""
     max_deviation: float = Field(6.0, gt=0)
     """A float is held if its distance from the median exceeds this many standard deviations, estimated by the MAD."""
     max_drift: float = Field(4.0, gt=0)

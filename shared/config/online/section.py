@@ -34,14 +34,14 @@ class PostedConfig(StrictModel):
     trusted_keys: list[str] = Field(default_factory=list, max_length=64)
     """Ids of the API keys whose posted tokens the policy loss may use; `*`: every key that may post feedback."""
     audit_share: float = Field(0.05, ge=0, le=1)
-    """Share of the posted interactions with log-probs whose log-probs a rollout worker recomputes."""
+    """Of the interactions posted with log-probs, share whose log-probs a rollout worker recomputes."""
     max_logprob_gap: float = Field(0.1, gt=0)
-    """Mean difference of posted and recomputed log-probs above which the job no longer trusts a key."""
+    """Mean difference between posted and recomputed log-probs above which the job no longer trusts a key."""
     held_versions: int = Field(0, ge=0, le=16)
     """Number of previous versions whose weights each rollout worker keeps in host memory, to recompute log-probs of
     posted answers; each needs the memory of the published weights (the model, or its adapters)."""
     assume_on_policy: bool = False
-    """Treat posted answers without log-probs as samples of the newest policy; only for agents that serve this one."""
+    """Treat posted answers without log-probs as samples of the newest policy; only for agents that sample from it."""
     max_assumed_share: float = Field(0.25, gt=0, le=0.25)
     """Largest share in a batch of answers treated by `assume_on_policy`, relative to `train.batch_size`."""
     assumed_weight: float = Field(0.5, gt=0, le=1)
@@ -71,9 +71,9 @@ STANDARD: Mapping[str, Any] = {
     "quarantine": {},
     "promotion": {"max_mismatch": 0.05, "min_entropy": 0.02},
 }
-"""A few per cent of poisoned preferences are enough to steer a model (Best-of-Venom, arXiv 2404.05530), so the share
-of a user stays below that. The bounds of the gate need no held-out data: they refuse a collapsed policy, or one far
-from its samples."""
+"""Values of the preset `standard`. A few per cent of poisoned preferences are enough to steer a model (Best-of-Venom,
+arXiv 2404.05530), so the share of one user stays below that. The bounds of the promotion gate need no held-out data:
+they refuse a collapsed policy, or one far from the policy that sampled its data."""
 
 
 def with_defences(data: Any) -> Any:
@@ -103,7 +103,7 @@ class MetricConfig(StrictModel):
     type: Literal["boolean", "float"]
     """Type of the metric's values."""
     level: Level = "interaction"
-    """Target of the metric; a metric of an episode is credited to the last interaction of each of its branches."""
+    """Target of the metric. A metric of an episode rewards the last interaction of each branch of the episode."""
     when_true: float = 1.0
     """Reward of `true` (boolean metrics)."""
     when_false: float = -1.0
@@ -111,7 +111,7 @@ class MetricConfig(StrictModel):
     weight: float = 1.0
     """Factor in the sum over metrics."""
     clip: tuple[float, float] = (-1.0, 1.0)
-    """Bounds of the weighted value. A float more than ten times outside these is rejected as an error of its sender."""
+    """Bounds of the weighted value. A float is rejected if its weighted value exceeds ten times the larger bound."""
     default_after_s: float | None = Field(None, gt=0)
     """Time after the interaction (seconds) at which a missing metric gets `default_value`; null: wait for it without
     limit."""
@@ -133,19 +133,20 @@ class OnlineConfig(StrictModel):
     """Conversion of live interactions to training data."""
 
     metrics: dict[str, MetricConfig] = Field(default_factory=lambda: {REWARD: UNDECLARED_REWARD})
-    """Declared metrics by name; none: `reward`, a float. If others are declared, `reward` also counts, as a float
-    that is not waited for; feedback with any other name is rejected."""
+    """Declared metrics by name; none: `reward`, a float. If other metrics are declared, feedback named `reward` counts
+    too, as a float, but no answer waits for it. Feedback with any other name is rejected."""
     max_wait_s: float = Field(60.0, gt=0)
-    """Time (seconds) after which the oldest group triggers a batch smaller than `train.batch_size`; if a `max_share_*`
-    is below 1, the oldest groups of two different owners (keys or users) must have waited."""
+    """Longest wait of a group for a full batch (seconds). After that the coordinator forms a batch smaller than
+    `train.batch_size`. If a `max_share_*` is below 1, it does so only once groups of two owners (keys or users) have
+    waited this long."""
     match_ttl_s: float = Field(900.0, gt=0)
     """Time (seconds) after which feedback expires if its interaction has not appeared."""
     idle_ttl_s: float = Field(1800.0, gt=0)
-    """Idle time without a request (seconds) after which an episode is over."""
+    """Time without a request (seconds) after which an episode ends."""
     episodes: Literal["named", "found"] = "named"
-    """Turns credited as one episode. `named`: turns whose requests name the same episode; `found`: also
-    conversations of requests that name none, recognised by their messages. Each answer to a chat then waits for the
-    end of its episode, as in named ones."""
+    """Turns that share rewards as one episode. `named`: turns whose requests name the same episode; `found`: also
+    conversations of requests that name no episode, recognised by their messages. With `found`, every answer to a
+    chat is trained on only after the end of its episode."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of later rewards along the branches of an episode; 0: no credit from later turns."""
     balance: Literal["episodes", "trajectories"] = "episodes"
@@ -173,7 +174,7 @@ class OnlineConfig(StrictModel):
     consent: Literal["opt_out", "opt_in"] = "opt_out"
     """Users whose conversations are trained on: all who did not opt out, or only those who opted in."""
     hold_s: float = Field(30.0, gt=0)
-    """Time that a request waits for weights or a free worker (seconds); after that the client is told to retry
+    """Longest wait of a request for weights or a free worker (seconds). After that the reply asks the client to retry
     later."""
     promotion: PromotionConfig | None = None
     """Promotion gate of new versions; null: each version is served as soon as it is trained."""
@@ -192,7 +193,7 @@ class OnlineConfig(StrictModel):
     """Handling of episodes that no client ended and that became idle or too old: trained like others, or all turns
     masked."""
     max_age_s: float = Field(86400.0, gt=0)
-    """Time after its first request (seconds) at which an episode is over; later turns are marked `episode_over`."""
+    """Time after its first request (seconds) at which an episode ends; later turns are marked `episode_over`."""
     redaction: RedactionConfig | None = None
     """Redaction of requests, answers and feedback before they are stored; null: none."""
 
@@ -214,15 +215,15 @@ class OnlineConfig(StrictModel):
     def of_level(self, level: Level) -> dict[str, MetricConfig]:
         """Return the metrics, by name, that add up to the reward of a turn or of a whole episode.
 
-        An undeclared `reward` belongs to both levels, because it judges whichever target its feedback names; a missing
-        one adds nothing.
+        An undeclared `reward` belongs to both levels, because its feedback may name a turn or an episode. Without
+        such feedback it adds nothing to the reward.
         """
         declared = {name: metric for name, metric in self.metrics.items() if metric.level == level}
         return declared if REWARD in self.metrics else {**declared, REWARD: UNDECLARED_REWARD}
 
     @property
     def is_defended(self) -> bool:
-        """True if a setting bounds the influence of one sender of feedback, or of one update."""
+        """True if a setting bounds the influence that one sender of feedback, or one policy update, can have."""
         shares = (self.max_share_per_key, self.max_share_per_asker, self.max_share_per_user)
         sections = (self.new_sources, self.quarantine, self.promotion)
         return min(shares) < 1 or self.raters != "any" or any(section is not None for section in sections)
@@ -239,5 +240,5 @@ class OnlineConfig(StrictModel):
 
     @property
     def canary(self) -> CanaryConfig | None:
-        """Canary trial of new versions; None: none."""
+        """Canary trial of new versions; None: no trial."""
         return None if self.promotion is None else self.promotion.canary

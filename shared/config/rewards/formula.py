@@ -29,7 +29,7 @@ class Formula:
     floats."""
 
     def __init__(self, text: str) -> None:
-        """Parse ``text``. Raises ValueError if it is no such formula."""
+        """Parse ``text``. Raises ValueError if ``text`` is not a formula of this form."""
         if len(text) > MAX_CHARS:
             raise ValueError(f"a formula has at most {MAX_CHARS} characters")
         try:

@@ -110,7 +110,7 @@ class GraderSampling(StrictModel):
     max_completions_tokens: int | None = Field(None, ge=1)
     """Longest reply in tokens."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """Passed on unchanged."""
+    """Reasoning effort of the model, passed on unchanged."""
 
 
 class ScoreModelGrader(_Grader):
@@ -157,7 +157,7 @@ class MultiGrader(_Grader):
     @field_validator("graders", mode="before")
     @classmethod
     def _one_alone(cls, value: Any) -> Any:
-        """Accept a single grader, as OpenAI's SDK declares it; the guide declares a mapping."""
+        """Accept a single grader, too: OpenAI's SDK declares one, while OpenAI's guide declares a mapping."""
         if isinstance(value, dict) and isinstance(value.get("type"), str):
             return {str(value.get("name")): value}
         return value

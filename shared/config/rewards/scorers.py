@@ -124,7 +124,7 @@ class CodeScorer(_Scorer):
     tests: str = Field("tests", min_length=1)
     """Field of the row with the tests: assertions, pairs of standard input and output, or calls."""
     partial: bool = False
-    """Score the fraction of tests passed instead."""
+    """Score the fraction of tests that pass, instead of 1 or 0."""
     time_limit_s: float = Field(6.0, gt=0, le=600)
     """Wall-clock limit for all tests of one completion (seconds); unfinished tests fail."""
     memory_bytes: int = Field(512 << 20, ge=64 << 20)
@@ -134,8 +134,8 @@ class CodeScorer(_Scorer):
     output_bytes: int = Field(1 << 20, ge=1024)
     """Largest output (bytes); a program that writes more is killed and fails."""
     max_processes: int = Field(1, ge=1, le=256)
-    """1: a program may start threads but no processes. More: processes and threads together, each with
-    `memory_bytes`; needs namespaces."""
+    """Largest number of processes and threads of a program; 1: it may start threads but no processes. More than 1 needs
+    namespaces, and each process may use `memory_bytes`."""
     site_packages: bool = False
     """Allow imports of packages installed beside the reward service (numpy, ...), not only of the standard library."""
     preload: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")]] = Field(default_factory=list)
@@ -269,7 +269,7 @@ class GraderScorer(_Scorer):
     api_key_env: VariableName | None = None
     """Name of the environment variable of the reward service that contains the API key of `base_url`."""
     concurrency: int = Field(8, ge=1, le=256)
-    """Concurrent requests to models of each scorer process."""
+    """Concurrent requests that each scorer process sends to models."""
     timeout_s: float = Field(30.0, gt=0, le=3600)
     """Timeout of one request to a model (seconds); it is retried while the deadline allows."""
     time_limit_s: float = Field(6.0, gt=0, le=600)

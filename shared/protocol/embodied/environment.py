@@ -140,7 +140,7 @@ class ObservationMemory(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     descriptor: int
-    """Number of the open file in the process that serves the session."""
+    """File descriptor of the memory in the process that serves the session."""
     inode: int
     size: int
     """Size of the memory in bytes."""
@@ -182,7 +182,7 @@ class ResetReply:
     """Initial state of n episodes.
 
     Attributes:
-        observations: the first ones by name, [n, ...].
+        observations: by name, [n, ...], the first observations of the episodes.
         episode_ids: int64 [n].
         state_hashes: uint64 [n], of the simulator's states; callers compare them to check that all episodes of a group
             begin in the same state.
@@ -203,9 +203,9 @@ class ResetReply:
 class StepRequest:
     """Request to execute a chunk: ``actions`` [n, C, ...].
 
-    ``next_state_ids`` [n] are the state ids of the episodes that begin by ``auto_reset``. If it is empty, [0], each
-    state id advances by the number of environments of the session; restored episodes do not allow that. ``observe`` as
-    in ``ResetRequest``.
+    ``next_state_ids`` [n] are the state ids of the episodes that begin by ``auto_reset``. If it is empty (shape [0]),
+    the server adds the number of environments of the session to each state id. After a restore it refuses an empty
+    array, because restored episodes may share a state id. ``observe`` has the same meaning as in ``ResetRequest``.
     """
 
     seq: int
@@ -221,10 +221,12 @@ class StepReply:
     """Results of a chunk of actions.
 
     Attributes:
-        observations: by name, [n, ...], after the chunk; of the next episode where one ended with ``auto_reset``.
+        observations: by name, [n, ...], after the chunk. With ``auto_reset``, an environment whose episode ended has
+            the first observation of its next episode.
         rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
         valid: int32 [n], number of executed actions.
-        ended: bool [n], episodes over; ``final_observations`` by name, [k, ...], are their last ones, in order.
+        ended: bool [n], the episode ended during the chunk.
+        final_observations: by name, [k, ...], the last observations of the k ended episodes, in order.
         lost: bool [n], the episode was aborted, or the next one did not begin; reasons: n texts, '' where not lost.
         state_ids, episode_ids: int64 [n], of the episode that was stepped.
         returns: float32 [n], undiscounted reward sum of that episode so far; lengths: int32 [n], its steps.
@@ -264,8 +266,8 @@ class CloseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilmRequest:
-    """Request for the film of the newest episode of an environment, in a session with a camera; numbered like a
-    step."""
+    """Request for the film of the newest episode of an environment, in a session with a camera. ``seq`` counts as in
+    ``ResetRequest``."""
 
     seq: int
     env_id: int
@@ -282,7 +284,7 @@ class FilmReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SnapshotRequest:
-    """Request to store the running episodes of n environments, which continue; numbered like a step."""
+    """Request to store the running episodes ``env_ids`` [n], which continue. ``seq`` counts as in ``ResetRequest``."""
 
     seq: int
     env_ids: NDArray[np.int32]
@@ -292,7 +294,7 @@ class SnapshotRequest:
 class SnapshotReply:
     """Snapshots, one after another in ``snapshots``: uint8 [bytes]; ``sizes`` int64 [n] are their lengths.
 
-    ``lost``, ``reasons``: as in ``StepReply``.
+    ``lost`` [n] marks the episodes that the simulator lost, ``reasons`` has the cause of each, '' for the others.
     """
 
     seq: int
@@ -306,8 +308,8 @@ class SnapshotReply:
 class RestoreRequest:
     """Request to continue stored episodes in n environments, as new episodes that keep their length and return.
 
-    ``snapshots`` and ``sizes`` are as in ``SnapshotReply``; the reply is a ``ResetReply``. ``observe`` as in
-    ``ResetRequest``.
+    ``snapshots`` and ``sizes`` are as in ``SnapshotReply``, ``observe`` is as in ``ResetRequest``. The reply is a
+    ``ResetReply``.
     """
 
     seq: int
@@ -319,7 +321,7 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
-    """Keep-alive of a client without other requests; the reply is the same message. It does not advance the number."""
+    """Keep-alive of a client without other requests; the reply is the same message. It does not advance ``seq``."""
 
     seq: int
 

@@ -34,17 +34,17 @@ class EpisodeGroup:
     """The G episodes of one draw; all begin from the same reset id.
 
     Attributes:
-        draw: the draw that this group answers; ``attempt`` is the random id of this generation.
+        draw: the draw for which a worker played the episodes; ``attempt`` is a random id for each time that it did.
         cu_seqlens: int32 [G+1], splits the decisions into episodes.
         observations: [D, ...] by name, before each decision, as the simulator returned them.
         final_observations: [G, ...] by name, after the last step of each episode.
-        actions: [D, C, A] as sampled from the policy, before clipping and scaling: float32, or int64 if an action is a
-            choice or a bin.
+        actions: [D, C, A] as sampled from the policy, before clipping and scaling: float32, or int64 if a component
+            is the index of a discrete action or of a bin.
         logprobs: float32 [D, C, A], of each action component under the policy that sampled it, in nats.
         valid: int32 [D], number of executed actions of the chunk; those after the end of the episode were not executed.
         rewards: float32 [D, C]; terminated, truncated: bool [D, C], at the step where an episode ended. ``terminated``:
-            the task is over, with no value beyond. ``truncated``: cut off, the value of the final observation still
-            counts.
+            the task ended, so the state after it has value 0. ``truncated``: the episode was cut off, so the value of
+            the final observation still counts.
         returns: float32 [G], undiscounted sum of the rewards.
         succeeded: bool [G], the task was solved at some step; solved_at_end: bool [G], at the last one.
         failed: bool [G], episodes that must not be trained on because the simulator lost them.
@@ -53,7 +53,7 @@ class EpisodeGroup:
         reset_id: id of the initial state of all episodes; state_hashes: uint64 [G], of the simulator's initial states.
         extras: [D, ...] by name: inputs that a policy needs to evaluate its actions again.
         objective: the loss that trains the group.
-        meta: small JSON-like facts for display: task, worker, seconds, error, skipped.
+        meta: small JSON-like values for display: task, worker, seconds, error, skipped.
 
     Raises:
         ProtocolError: from ``check``, if arrays do not fit together.
@@ -91,7 +91,7 @@ class EpisodeGroup:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Decisions of each episode, int32 [G]."""
+        """Number of decisions in each episode, int32 [G]."""
         return np.diff(self.cu_seqlens).astype(np.int32)
 
     def check(self) -> None:

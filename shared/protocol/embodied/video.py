@@ -17,10 +17,11 @@ class Video(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of one film.
 
     Attributes:
-        name: of the file, `VERSION-RESET_ID.mp4`.
-        version: the policy that acted, with its mean actions; reset_id: initial state; task: description, or ''.
+        name: name of the file, `VERSION-RESET_ID.mp4`.
+        version: version of the policy that acted, with its mean actions.
+        reset_id: id of the initial state; task: description of the task, or ''.
         success: the task was solved at some step; total: undiscounted return; steps: executed actions.
-        error: the reason why there is no film, and the data are empty; '' otherwise.
+        error: reason why there is no film (the data are then empty); '' if there is one.
     """
 
     name: str

@@ -8,7 +8,8 @@ __all__ = ["Event"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of events: the writer (monotone leader epoch) and the time (Unix seconds, for display and deadlines)."""
+    """Base of events. ``writer_epoch`` is the epoch of the leader that wrote the event, and never decreases. ``time``
+    is in Unix seconds, for display and deadlines."""
 
     writer_epoch: int
     time: float

@@ -28,19 +28,20 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """One draw of an online job: turns of an episode that were not trained on before, and their feedback.
 
     ``interactions`` (in turn order) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of
-    the turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` and ``user`` are
-    the key whose feedback decided, and the user of the conversation; ``reason`` is the rule: `feedback`, `default`,
-    `invalid`, `credit` (only from feedback on later turns). ``time`` is the time of admission.
+    the turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` is the key
+    whose feedback set the reward, ``user`` the user of the conversation. ``reason`` names the origin of the reward:
+    `feedback`, `default`, `invalid`, `credit` (only feedback on later turns). ``time`` is the time of admission.
 
-    ``objective`` is the loss. ``context`` are interactions that the draw only refers to: one that is corrected, or two
-    that are compared; each may be admitted by itself, too. Without ``interactions``, the feedback contains the text;
-    ``version`` is the policy version that it is attributed to, -1: any. ``bucket``: kind of prompt for tracked values.
-    ``group``: id shared by answers that are compared with each other; ``origin``: episode and request of such an
-    answer, because turns of one episode are not compared; for posted turns, their episode and their feedback ids.
+    ``objective`` is the loss. ``context`` are interactions that the draw only refers to: one that feedback corrects, or
+    two that it compares; each may be admitted by itself, too. Without ``interactions``, the feedback contains the text,
+    and ``version`` is the policy version that the text is attributed to (-1: any). ``bucket`` is the kind of prompt for
+    the baselines of ``ValueTracker``. ``group`` is an id shared by answers that are compared with each other.
+    ``origin`` has episode and request of such an answer, because turns of one episode are not compared; for posted
+    turns, it has their episode and feedback ids.
 
-    ``weight`` scales the advantages. It is ``share``, the weight relative to the rest of its episode (0: written by an
-    earlier version, means 1), times a factor below 1 if a new source judged. ``compared`` has ``(key, its reward, mean
-    reward of the reference keys)`` for each metric and target that both judged.
+    ``weight`` scales the advantages: it is ``share``, times a factor below 1 if a new source judged the answer.
+    ``share`` is the weight of the draw within its episode (0 in ledgers of earlier versions: means 1). ``compared`` has
+    ``(key, its reward, mean reward of the reference keys)`` for each metric and target that both judged.
 
     ``judges`` are all keys whose feedback contributes to the reward, ``askers`` those that requested the answers,
     ``users`` the users of the conversations if there may be several; empty: ``user``. ``refused`` maps turns of the
@@ -74,7 +75,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
     """Live interactions were admitted to training: one draw each, opened in the same decision.
 
-    All items below ``low_interactions`` and ``low_feedback`` (sequences) are decided: a new leader reads from there.
+    All items with sequences below ``low_interactions`` and ``low_feedback`` are decided; a new leader reads the streams
+    from these sequences on.
     """
 
     admissions: list[Admission]
@@ -114,7 +116,7 @@ class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return PackedIds(self.packed + other.packed, self.texts + other.texts)
 
     def unpack(self) -> list[str]:
-        """Return the ids. Moving digits by columns takes half the time of slicing each id."""
+        """Return the ids, those of ``texts`` last. Moving digits by columns takes half the time of slicing each id."""
         digits = self.packed.hex().encode()
         found = bytearray(b"-") * (len(self.packed) // ID_BYTES * ID_LENGTH)
         for place, column in enumerate(DIGITS):
@@ -139,9 +141,10 @@ def _id_bytes(id: str) -> bytes | None:
 class EndedFeedback(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Feedback items that end without training, all with one status and reason.
 
-    ``revision`` is set if only that revision, which came too late, is rejected. ``time`` is set if a later revision of
-    an item may count again; 0: the time of the entry. If ``others`` has an id for each item, this id completes the
-    reason, which is `by` (the item was retracted by the other one) or `retracts` (it retracts the other one).
+    If only one revision is rejected, because it came too late, ``revision`` is its number. ``time`` is the time at
+    which the items ended, if a later revision of them may count again; 0: the time of the ledger entry.
+    ``others`` is empty, or has a second item's id for each item. In the latter case the reason is `by` (the second item
+    retracted the first) or `retracts` (the first retracts the second).
     """
 
     ids: PackedIds

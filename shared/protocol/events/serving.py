@@ -10,10 +10,11 @@ __all__ = ["CanaryBegun", "CanaryJudged", "Judged", "Promoted", "PromotionRefuse
 
 
 class Promoted(Event, frozen=True, kw_only=True, tag=True):
-    """``version``, made by batch ``number``, is served from now on. Only in jobs with a promotion gate.
+    """``version``, which batch ``number`` produced, is served from now on. Only in jobs with a promotion gate.
 
-    ``figures`` are its measured values; ``reason`` is initial, passed, canary timed out, by request, rolled back, or
-    measured: the version was already served, and its held-out reward is known only now.
+    ``figures`` are the measured values of the version. ``reason`` is initial, passed, canary timed out, by request,
+    rolled back, or measured. The last one means that the version was already served, and that its held-out reward is
+    known only now.
     """
 
     version: int
@@ -24,7 +25,7 @@ class Promoted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
-    """``version`` is not served: ``reason`` names the violated bounds, ``figures`` are its measured values."""
+    """The gate refused ``version``: ``reason`` names the violated bounds, ``figures`` are its measured values."""
 
     version: int
     number: int
@@ -48,7 +49,7 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """Reward of one conversation during a trial; in jobs without credit over turns, of one answer.
+    """Reward of one conversation during a canary trial, or of one answer in jobs without credit over turns.
 
     ``interactions`` are its answers, all by one version: the one on trial if ``is_canary``, else the served one.
     ``judges``, ``askers`` and ``users`` are as in ``Admission``.

@@ -56,9 +56,10 @@ class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Drawn(Event, frozen=True, kw_only=True, tag=True):
-    """Ordinals [start, stop) get their first draw; tickets follow. ``deadline`` is absolute.
+    """Ordinals [start, stop) get their first draws, whose tickets the leader publishes next.
 
-    Their groups must come from policy versions >= ``min_version``: the batch they are planned for, minus the lag bound.
+    The groups of these draws must come from policy versions >= ``min_version``, which is the version that their planned
+    batch starts from, minus the lag bound. ``deadline`` is in bus time (Unix seconds).
     """
 
     start: int
@@ -68,7 +69,7 @@ class Drawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag=True):
-    """These draws end without training. If ``redraw`` is set, each ordinal is drawn again in the same decision."""
+    """``draws`` end without training. With ``redraw``, each of their ordinals gets a new draw in the same decision."""
 
     draws: list[Draw]
     reason: str
@@ -80,7 +81,7 @@ class Dropped(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Redrawn(Event, frozen=True, kw_only=True, tag=True):
-    """A user requested the prompt of dead letter ``letter`` again, as a new draw; its ticket follows."""
+    """A user requested the prompt of dead letter ``letter`` again: ``draw`` is the new draw, whose ticket follows."""
 
     letter: int
     draw: Draw
@@ -89,7 +90,7 @@ class Redrawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One group of a batch: its sequence in EXPERIENCE, its digest, and its facts for the ledger."""
+    """One group of a batch: its sequence in EXPERIENCE, its digest, and the properties that the ledger records."""
 
     draw: Draw
     attempt: str
@@ -102,13 +103,13 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: str
     objective: Objective = "policy"
     baseline: float | None = None
-    """Tracked value of the group's kind of prompt before this batch, if the algorithm tracks values."""
+    """Baseline tracked for the group's kind of prompt, before this batch; None if the algorithm tracks none."""
     temperature: float | None = None
     """Temperature of sampling and training; None in ledgers of earlier versions."""
     weight: float = 1.0
-    """Factor of its advantages."""
+    """Factor of the advantages of the group."""
     nbytes: int = 0
-    """Size of its payload in EXPERIENCE (bytes); 0 in ledgers of earlier versions."""
+    """Size of the group in EXPERIENCE (bytes); 0 in ledgers of earlier versions."""
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
@@ -124,11 +125,11 @@ class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracking(msgspec.Struct, frozen=True, array_like=True):
-    """Increments that a batch adds to tracked values; not the values themselves, because an earlier batch may be
-    refused.
+    """Increments that a batch adds to the mean rewards tracked as baselines. The means themselves are not recorded,
+    because an earlier batch may be refused.
 
-    ``rewards``: by kind of prompt, ``(sum of rewards, count)``. ``keep``: decay applied to the tracked values of these
-    kinds. See algorithms.baseline.
+    ``rewards`` has ``(sum of rewards, count)`` by kind of prompt. ``keep`` is the decay that is first applied to the
+    accumulated rewards of these kinds. See algorithms.baseline.
     """
 
     rewards: dict[str, tuple[float, float]] = {}
@@ -148,7 +149,7 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     hyperparameters: Hyperparameters | None = None
     """Settings of this update; None in ledgers of earlier versions: those of the job file."""
     tracking: Tracking = Tracking()
-    """Increments of tracked values, applied once the batch is trained."""
+    """Increments of the tracked mean rewards, applied once the batch is trained."""
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
@@ -164,9 +165,9 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
-    """The update was made: all draws of the batch are terminal. ``digest`` is that of the weights of ``version``.
+    """The trainer trained the batch, so all of its draws are terminal. ``digest`` is of the weights of ``version``.
 
-    ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of its version. The
+    ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of ``version``. The
     leader writes the row of METRICS from them; after a takeover, the new leader writes a missing row.
     """
 
@@ -180,7 +181,7 @@ class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
-    """The state after batch ``number`` is durable. The checkpoint exists from this event on."""
+    """The trainer stored the state after batch ``number`` durably. The checkpoint exists from this event on."""
 
     number: int
     version: int
@@ -205,9 +206,10 @@ class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
 class LineageForked(Event, frozen=True, kw_only=True, tag=True):
     """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or a user requested it.
 
-    Their draws, and the draws of batches sealed after them, become dropped(rolled_back). With ``redraw`` they are drawn
-    again. Otherwise the rollback is meant to remove this material, and ``draws`` lists them. The weights before
-    ``from_batch`` continue as ``version``, a number above all earlier ones. ``operation`` is the user's request.
+    The draws of these batches, and of batches sealed after them, become dropped(rolled_back). With ``redraw`` their
+    ordinals are drawn again; otherwise the user wanted to remove their data, and ``draws`` lists the draws. The weights
+    before ``from_batch`` continue as ``version``, a number above all earlier ones. ``operation`` is the id of the
+    user's operation, '' without one.
     """
 
     from_batch: int
@@ -233,7 +235,7 @@ class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(Event, frozen=True, kw_only=True, tag=True):
-    """End of drawing and training; the event before it dropped the draws in flight."""
+    """The job ended with phase ``reason``; no draw or update follows, unless ``Extended`` continues the job."""
 
     reason: str
     summary: dict[str, Any]

@@ -17,7 +17,7 @@ EPISODE_SCOPES: tuple[EpisodeScope, ...] = get_args(EpisodeScope)
 
 
 class EpisodeGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Contents of a key: its episode (`ep_` and a UUID), the id of the API key that made it, its expiry (Unix
+    """Contents of a key: its episode (`ep_` and a UUID), the id of the API key that created it, its expiry (Unix
     seconds)."""
 
     episode: str

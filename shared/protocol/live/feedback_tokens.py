@@ -12,9 +12,10 @@ PREFIX = "rlt_"
 
 
 class FeedbackGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Contents of a token: the feedback it allows, the id of the API key that made it, its expiry (Unix seconds).
+    """Contents of a token: the feedback that it allows, the id of the API key that created it, and its expiry (Unix
+    seconds).
 
-    ``id`` is that of the resulting feedback item, so a token gives only one. ``target`` (a canonical UUID) is a
+    ``id`` is that of the resulting feedback item, so a token creates at most one. ``target`` (a canonical UUID) is a
     response, or with ``by_episode`` an episode.
     """
 

@@ -104,8 +104,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to a request: ``accepted`` is True if ``worker`` (one session of one process) takes it; if not, another
-    worker may."""
+    """Reply to a request: ``accepted`` is True if ``worker`` (one session of one process) takes the request; if it is
+    False, another worker may take it."""
 
     worker: str
     accepted: bool
@@ -125,7 +125,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of a choice. ``start`` is the number of its output tokens before these; -1: the echoed prompt.
 
     ``pieces`` and ``top`` (texts and log-probs of tokens) are present if log-probs were requested. The chunk with
-    ``finish`` is the last one of the choice; it is sent when its interaction is durable (``recorded``), or cannot be.
+    ``finish`` is the last one of the choice; it is sent once its interaction is stored (``recorded``),
+    or cannot be stored.
     """
 
     request: str
@@ -171,7 +172,7 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Note of the gateway that holds the answer to a request, because the client may retry the request automatically.
+    """Record of the gateway that holds the answer to a request, for the case that the client retries the request.
 
     ``ids``: interaction ids of the request; ``episode``: its episode.
     """
@@ -194,10 +195,10 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to ``Claim``: ``given`` is True if the answer is transferred. ``worker`` is then the name under which the
-    other gateway sends its chunks, ``version`` and ``prompt_ids`` are facts of the answer.
+    """Reply to ``Claim``: ``given`` is True if the replying gateway transfers the answer.
 
-    The answer is not transferred if it was read already, or if another client waits for it.
+    Then it sends the chunks under the name ``worker``; ``version`` and ``prompt_ids`` belong to the answer. It does not
+    transfer an answer that was read already, or that another client waits for.
     """
 
     given: bool

@@ -51,7 +51,7 @@ __all__ = [
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconnected"]
 MARK_BITS = 32
 _CANONICAL = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
-"""Fast path, because most ids are canonical already: matching costs a tenth of parsing."""
+"""Matches a UUID in canonical form. Most ids have this form, and a match costs a tenth of parsing."""
 _DIGEST = re.compile("([0-9a-f]{2})*").fullmatch
 CANARY = "canary"
 """Reason why an answer is not trained on: a version in a canary trial produced it."""
@@ -62,7 +62,7 @@ CONSTRAINED = "constrained"
 USER_TAG = "user_id"
 """Tag that names a user; stored as an HMAC, whatever its source."""
 EPISODE_HEADER = "Penstock-Episode"
-"""Header of an interaction's message with the data of the episode index, so that readers need no payload."""
+"""Header of an interaction's message with the data that the episode index needs, so that readers need no payload."""
 RESTORED_HEADER = "Penstock-Restored"
 """Header of a message in FEEDBACK that replaces messages after a deletion: the sequences of the original messages."""
 SENDERS_HEADER = "Penstock-Senders"
@@ -99,7 +99,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     episode: str
     alone: bool = False
-    """True if the request named no episode: its own episode ends with it."""
+    """True if the request named no episode; it then forms an episode by itself."""
     key_id: str
     user: str
     split: Literal["train", "val"]
@@ -115,7 +115,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     template: str
     """Digest of tokenizer and chat template."""
     body_digest: str
-    """Digest of the request's body; an equal body with a retry count is the same request."""
+    """Digest of the request's body, by which a client's retry is recognised as the same request."""
     text: str
     """Completion as the client saw it, for display and preference losses."""
     prompt: str = ""
@@ -138,11 +138,11 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One accepted item of feedback, durable in FEEDBACK before its sender receives the 202.
 
-    ``retraction`` withdraws the item that ``body`` names; ``release`` and ``drop`` decide about a held one. ``metric``
-    is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and ``episode`` is the
-    target of kind `metric`; ``body`` has the content of other kinds. A `preference` without ``inference`` compares
-    texts: ``body`` has the prompt and ``answers``, the better one first. ``key_id`` is the posting key. ``user`` is an
-    HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
+    An item of kind `retraction` withdraws the item that ``body`` names; `release` and `drop` end the quarantine of an
+    item. ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
+    ``episode`` is the target of kind `metric`; ``body`` has the content of other kinds. A `preference` without
+    ``inference`` compares texts: ``body`` has the prompt and ``answers``, the better one first. ``key_id`` is the
+    posting key. ``user`` is an HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
     """
 
     id: str
@@ -164,8 +164,8 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """SHA-256 of the canonical body; the same id with another fingerprint is rejected."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
     seq: int = 0
-    """Sequence of its message in FEEDBACK, set by readers: of two conflicting items the later one counts. It is
-    stored only if a deletion rewrote the item at a higher sequence; then it is the original sequence."""
+    """Sequence of the item's message in FEEDBACK: of two conflicting items the later one counts. Readers set this
+    field. It is stored only with an item that a deletion rewrote at a higher sequence, as the original sequence."""
 
 
 class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,8 +277,8 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Status of one interaction. Statuses with an ``ordinal`` follow from the ledger, and the newest of these counts;
-    if an interaction has none of these, its first status counts."""
+    """One status of an interaction, which may get several. The newest status with an ``ordinal`` counts, because these
+    follow from the ledger; if no status has one, the first counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]
@@ -307,26 +307,29 @@ def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict
 
 
 def named_users(user: str, tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> set[str]:
-    """Return the pseudonyms of all users in a stored record. Earlier versions stored the tag unchanged."""
+    """Return the pseudonyms of all users in a stored record with ``user`` and ``tags``.
+
+    The result has the user tag both as it is and as its pseudonym, because earlier versions stored the name itself.
+    """
     tag = tags.get(USER_TAG, "")
     return {user, tag, pseudonym(tag)} - {""}
 
 
 def job_mark(job: str) -> int:
-    """Return the suffix shared by the ids of a job's interactions and episodes, which maps feedback to its job
-    before its target is known."""
+    """Return the suffix that the ids of a job's interactions and episodes share. It reveals the job of feedback even
+    if the target is not stored yet."""
     return xxhash.xxh32_intdigest(job.encode())
 
 
 def new_marked_id(job: str) -> str:
-    """Return a new UUIDv7 (canonical form) whose last 32 bits are the mark of ``job``."""
+    """Return a new UUIDv7 (canonical form) whose last 32 bits are ``job_mark(job)``."""
     value = uuid6.uuid7().int
     return str(uuid6.UUID(int=(value >> MARK_BITS << MARK_BITS) | job_mark(job)))
 
 
 def marked_id(text: str) -> tuple[str, int] | None:
-    """Parse an id with or without prefix (`chatcmpl-`, `cmpl-`, `ep_`) into ``(canonical UUID, mark)``; None: not an
-    id."""
+    """Parse an id with or without prefix (`chatcmpl-`, `cmpl-`, `ep_`, `fb_`); return ``(canonical UUID, its last 32
+    bits)``, or None if ``text`` is not an id."""
     bare = bare_id(text)
     if bare is None:
         return None
@@ -334,13 +337,13 @@ def marked_id(text: str) -> tuple[str, int] | None:
 
 
 def time_of_id(id: str) -> float | None:
-    """Return the creation time in a canonical id (Unix seconds); None if it has none (not UUIDv7)."""
+    """Return the creation time in a canonical id (Unix seconds); None if the id is not a UUIDv7."""
     number = uuid6.UUID(id)
     return (number.int >> 80) / 1000 if number.version == 7 else None
 
 
 def bare_id(text: str) -> str | None:
-    """Return the canonical UUID in ``text``, or None."""
+    """Return the UUID in ``text``, without its prefix and in canonical form; None if ``text`` is not an id."""
     if _CANONICAL(text) is not None:
         return text
     for prefix in ("chatcmpl-", "cmpl-", "ep_", "fb_"):

@@ -38,7 +38,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 LONGEST_PAUSE_S = 5.0
 _AGAIN = frozenset({429, 502, 503, 504})
 _LISTED = {"invalid_job": "job", "invalid_file": "file"}
-"""Problem codes whose error lists all flaws -> the word for the invalid object in its message."""
+"""Problem code of a reply that lists all flaws of an uploaded object -> word for this object in the error message."""
 
 
 def base_url(url: str | None) -> str:
@@ -52,7 +52,7 @@ def base_url(url: str | None) -> str:
 def authorities(url: str) -> ssl.SSLContext | bool:
     """Return the argument ``verify`` of httpx: True for HTTPS, an empty TLS context for plain HTTP.
 
-    The empty context saves 20 ms, which loading the usual authorities takes.
+    The empty context saves the 20 ms for loading the usual authorities.
     """
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http://") else True
 

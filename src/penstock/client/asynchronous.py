@@ -45,8 +45,9 @@ class AsyncClient:
 
     The client retries a request up to ``retries`` times if the server is unreachable or asks for a retry. A POST
     carries an idempotency key, so that retries have no second effect. If the server is still processing an earlier
-    attempt of a POST, its repetition waits for that attempt, at most ``patience_s`` seconds. Calls that wait tolerate
-    an unreachable server for ``patience_s`` seconds.
+    attempt of a POST, its repetition waits for that attempt, at most ``patience_s`` seconds. ``wait``, downloads,
+    and followed events and logs tolerate an unreachable server for ``patience_s`` seconds. Methods that wait for an
+    operation, like ``scale``, tolerate it until their time-out.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class AsyncClient:
         kind: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Records:
-        """List up to ``limit`` jobs, newest first unless ``order`` is ``asc``. ``metadata``: labels of the jobs."""
+        """List up to ``limit`` jobs, newest first unless ``order`` is ``asc``; ``metadata``: only with these labels."""
         wanted = {"order": order, "phase": phase, "name": name, "kind": kind, "metadata": metadata}
         return await complete_async(flows.pages(limit, after, **wanted), self._send)
 
@@ -174,7 +175,9 @@ class AsyncClient:
         return await self._send(calls.amend(job, patch, revision, wait_s))
 
     async def extend(self, job: str, max_updates: int) -> Row:
-        """Continue a job that has ended until ``max_updates`` updates in total; ``notes`` of the result: side effects.
+        """Continue an ended job until it has made ``max_updates`` updates in total, including its earlier updates.
+
+        ``notes`` in the result describes side effects.
 
         Optimizer state, schedule position, data order, numbering and ledger continue.
 
@@ -225,7 +228,10 @@ class AsyncClient:
         return await self._send(calls.rows(job, "workers", history=history or None))
 
     async def amendable(self, job: str) -> Rows:
-        """List the settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""
+        """List the numeric settings that ``amend`` may change, with their values and ranges.
+
+        Fields: key, value, type, minimum (inclusive) or above (exclusive), optional (None is valid), description.
+        """
         return await self._send(calls.rows(job, "amendable"))
 
     async def videos(self, job: str) -> Rows:
@@ -233,7 +239,7 @@ class AsyncClient:
         return await self._send(calls.rows(job, "videos"))
 
     async def why(self, job: str) -> Rows:
-        """List the current waits of the job."""
+        """List what the job waits for now, most important first: waiting_for, subject, id, holder, age_s."""
         return await self._send(calls.rows(job, "why"))
 
     async def audit(self, job: str) -> Row:
@@ -249,7 +255,7 @@ class AsyncClient:
     ) -> AsyncIterator[LogLine]:
         """Yield the lines of the services' logs until the job ends, starting with the last ``tail`` of each log.
 
-        ``after``: ``next`` of an earlier reply of ``logs``; start behind its lines instead.
+        ``after``: ``next`` of an earlier reply of ``logs``: start after its lines, and ignore ``tail``.
 
         Raises NotFound: no such job, or no log of ``service``.
         """
@@ -262,9 +268,10 @@ class AsyncClient:
     async def replay(
         self, job: str, *, from_batch: int | None = None, to_batch: int | None = None, feedback: bool = False
     ) -> AsyncIterator[Row]:
-        """Train sealed batches again and compare; yield progress rows, the last with ``done``, ``ok`` and ``summary``.
+        """Train sealed batches again and compare the results with the recorded ones; yield progress rows.
 
-        ``feedback``: add ``told`` to each row: answers of live agents that the batch trained on, and their feedback.
+        The last row has ``done``, ``ok`` and ``summary``. ``feedback``: add ``admissions`` to each row: one object
+        for each group of the batch from live agents, with the ids of its answers and of the feedback on them.
         """
         body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         async with aclosing(self._streams.rows(f"/v1/jobs/{job}/replay", body)) as rows:
@@ -320,10 +327,12 @@ class AsyncClient:
         await self._streams.fetch([film(job, name, path)])
 
     async def download_artifact(self, sha256: str, path: Path) -> None:
-        """Download a file of any checkpoint, by the sha256 of its content, to ``path``, and verify it; resumable.
+        """Download the file with this SHA-256 from any checkpoint to ``path``, and verify it.
+
+        An interrupted download is resumed.
 
         Raises:
-            NotFound: no checkpoint on the coordinator's host has it.
+            NotFound: no checkpoint on the coordinator's host has the file.
             CheckpointError: the received bytes have another hash.
             Unavailable: the server was unreachable for longer than ``patience_s``.
         """

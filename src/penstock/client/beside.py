@@ -27,16 +27,17 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CODE_BYTES = 256 << 10
-"""Largest file of code."""
+"""Maximum size of a file of code (bytes)."""
 MAX_UPLOAD_BYTES = 16 << 20
-"""Largest data set or model that is uploaded with the job; a larger one must be on a path that the services see."""
+"""Maximum size of a data set or model that is uploaded with a job (bytes). A larger one must be on a path that the
+services see."""
 _FUNCTION = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _STEM = re.compile(r"[A-Za-z_]\w*")
 _LINES, _PARQUET = frozenset({".jsonl", ".ndjson"}), ".parquet"
 """Suffixes of files that are uploaded as data sets."""
 _MODEL = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model"})
 _NOTES = frozenset({".md", ""})
-"""Suffixes of the files of a model that are uploaded, and of those that are left out (``.gitattributes`` has none)."""
+"""Suffixes of the model files that are uploaded, and of those that are left out ('': files like ``.gitattributes``)."""
 _PATHS = frozenset({"path", "tokenizer", "exclude_path", "teacher", "demonstrations"})
 """Keys of job files that hold a path."""
 
@@ -45,7 +46,8 @@ _PATHS = frozenset({"path", "tokenizer", "exclude_path", "teacher", "demonstrati
 class JobText:
     """A job file as it is sent, and its uploads: Python sources by SHA-256, data sets, and folders of models.
 
-    ``rows`` (of data sets) and ``models`` hold absolute paths in ``data``, which the ids of the uploads replace.
+    ``rows`` (data sets) and ``models`` are absolute paths that occur in ``data``. After the uploads, ``with_uploads``
+    replaces the paths by the ids of the uploads.
     """
 
     data: dict[str, Any]
@@ -100,7 +102,10 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: 
 
 
 def _relative_paths(written: Any, changed: Any) -> list[str]:
-    """Return the absolute ``path`` of a section as a list; [] if the job file does not name it by a relative path."""
+    """Return ``[the absolute path]`` if the ``path`` of a section is relative in the job file, otherwise [].
+
+    ``written`` is the section in the job file, ``changed`` is the same section with absolute paths.
+    """
     if not isinstance(written, Mapping) or not isinstance(path := written.get("path"), str):
         return []
     return [] if path == changed["path"] else [changed["path"]]

@@ -179,12 +179,12 @@ def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:
 
 
 def view(job: str, name: str, **params: Any) -> Call[Row]:
-    """Return the request for a view of a job that is one object: metrics, audit, logs."""
+    """Return the request for data of a job whose reply is one object; ``name``: `metrics`, `audit`, `logs`, ..."""
     return Call("GET", f"/v1/jobs/{job}/{name}", dict, params, timeout_s=120 if name == "audit" else None)
 
 
 def rows(job: str, name: str, **params: Any) -> Call[Rows]:
-    """Return the request for a view of a job that is a list: workers, checkpoints, why."""
+    """Return the request for data of a job whose reply is a list; ``name``: `workers`, `checkpoints`, `why`, ..."""
     return Call("GET", f"/v1/jobs/{job}/{name}", lambda data: list(data["data"]), params)
 
 
@@ -192,9 +192,10 @@ def samples(
     job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
     env: str | None = None, min_reward: float | None = None,
 ) -> Call[list[Sample]]:  # fmt: skip
-    """List up to ``limit`` (at most 100) completions with rewards, newest update first; ``env``: only of this source.
+    """List up to ``limit`` (at most 100) completions with rewards, newest update first.
 
-    ``sort``: `reward`, `-reward`, `length` or `-length`; ``after``: id of the last completion of the previous page.
+    ``env``: only completions of prompts from the source with this name; ``sort``: `reward`, `-reward`, `length` or
+    `-length`; ``after``: id of the last completion of the previous page.
     """
     params = {"step": step, "limit": limit, "sort": sort, "after": after, "env": env, "min_reward": min_reward}
     return Call("GET", f"/v1/jobs/{job}/samples", many(Sample), params)

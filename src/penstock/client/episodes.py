@@ -33,7 +33,7 @@ def _open(
         split: `val` is recorded and never trained on.
         group_id: episodes of one group are compared with each other.
         user: user of those requests that name no user.
-        key: also create a key for this episode, from these arguments of the method ``key``; `{}`: from the defaults.
+        key: also create a key for this episode, with these arguments of the method ``key``; None: no key.
     """
     named = None if tags is None else dict(tags)
     made = None if key is None else dict(key)
@@ -74,7 +74,7 @@ def _key(
 
 
 def _interactions(id: str, *, limit: int = 100) -> Steps[list[Interaction]]:
-    """List up to ``limit`` interactions of an episode, opened or not, in the order of recording.
+    """List up to ``limit`` interactions of any episode, also of one that ``open`` did not create, in recording order.
 
     Needs the scope ``jobs:read``. Raises NotFound: not the id of an episode.
     """

@@ -70,7 +70,7 @@ def send(
         metric: name of a metric that the job declares, or `reward`, `comment` or `demonstration`.
         turn: index of the interaction in the episode; default: the last one.
         weight: 0 to 1, relative to other verdicts on the same answer.
-        final: True: no more feedback follows, and the episode is over.
+        final: True: no more feedback follows, and the episode ends.
         dryrun: only validate it.
 
     Raises:
@@ -159,7 +159,7 @@ def post_interaction(
         logprobs: log-probs (natural logarithm) of the sampler, one for each of ``token_ids``.
         policy_version: the policy version that generated the answer.
         sampling: `temperature`, `top_p` and `top_k` of the sampler; default: 1, 1, 0.
-        tokenizer_sha: digest of tokenizer and chat template: `template` of any recorded interaction of this model.
+        tokenizer_sha: digest of tokenizer and chat template, as `template` in any recorded interaction of this model.
         rewards: values by metric name; ``reward`` is the value of the metric `reward`.
         group_id: answers of one group are compared with each other.
         episode: UUID of the episode of which the interaction is a turn; ``turn`` is its index there, from 0.
@@ -222,7 +222,7 @@ def _bytes(item: Mapping[str, Any]) -> bytes:
 
 
 def _builtin(value: Any) -> Any:
-    """Convert mappings and sequences that are neither dicts nor lists."""
+    """Convert any mapping to a dict, and any sequence to a list. Raises TypeError for other values."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):

@@ -26,7 +26,7 @@ T = TypeVar("T")
 _PAGE = 1000
 _UPLOAD_S = 600.0
 _GRADE_S = 70.0
-"""Longer than the server's own deadline for a grader that hangs, so that its reply arrives."""
+"""Timeout of a grading request (seconds): longer than the server's deadline for a grader, so that its reply arrives."""
 
 
 def _upload(path: Path, *, same: bool = False) -> Call[File]:
@@ -79,7 +79,7 @@ def upload_code(source: str) -> Call[Code]:
 def upload_beside(text: JobText) -> Steps[JobText]:
     """Upload the files that a job file names by relative paths; return the job file with references to the uploads.
 
-    A file that this key uploaded before under the same name is reused.
+    A data set or model that this key uploaded before with the same name and content is reused.
 
     Raises ConfigError: a file is not Python, or not JSON lines; Conflict: the key lacks the scope jobs:code.
     """

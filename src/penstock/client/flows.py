@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, TypeVar
 
@@ -105,11 +106,24 @@ def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
 
 
 def until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
-    """Wait for an operation and return its result. Raises Conflict: it failed; DeadlineError."""
-    deadline = time.monotonic() + timeout_s
+    """Wait for an operation, also while the server is unreachable, and return its result.
+
+    Raises:
+        Conflict: the operation failed.
+        DeadlineError: the operation is not done after ``timeout_s`` seconds.
+    """
+    deadline, patience = time.monotonic() + timeout_s, Patience(math.inf)
+    problem = ""
     while asked["state"] == "pending":
         left = deadline - time.monotonic()
         if left <= 0:
-            raise DeadlineError(f"{what} within {timeout_s:g} s")
-        asked = yield calls.operation(job, asked["id"], min(HOLD_S, left))
+            raise DeadlineError(f"{what} within {timeout_s:g} s{problem}")
+        try:
+            asked = yield calls.operation(job, asked["id"], min(HOLD_S, left))
+        except Unavailable as error:
+            problem = f": {error}"
+            yield Pause(min(patience.after(error), left))
+        else:
+            problem = ""
+            patience.renew()
     return calls.result_of(asked)

@@ -33,7 +33,7 @@ def _promote(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row
 
     Raises:
         Conflict: the version is not the newest one, or the job has no promotion gate.
-        DeadlineError: the ledger did not record it within ``timeout_s``.
+        DeadlineError: the ledger did not record the promotion within ``timeout_s``.
     """
     found: Model = yield _show(model)
     asked = yield post(f"{_path(found.job)}/promote", {"version": version})
@@ -41,11 +41,11 @@ def _promote(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row
 
 
 def _roll_back(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Discard the updates after a version with a checkpoint; return the new ``version`` of its weights.
+    """Discard all updates after ``version``. Its weights get a new version number, which is returned as ``version``.
 
     Raises:
         NotFound: no checkpoint has the version.
-        Conflict: nothing was trained after it, or the log does not reach back to it.
+        Conflict: nothing was trained after the version, or the log does not reach back to it.
         DeadlineError: the trainer did not respond within ``timeout_s``; it rolls back once it can.
     """
     found: Model = yield _show(model)

@@ -24,8 +24,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
 class Attempts:
     """Counter of the retries of one request.
 
-    A reply that an earlier attempt is still in progress is not a failure: such retries are bounded by ``patience_s``
-    seconds since the first of them, not by ``retries``.
+    The server may reply that it still processes an earlier attempt. This reply is not a failure: ``retries`` does not
+    bound the retries after it, which end ``patience_s`` seconds after the first such reply.
     """
 
     def __init__(self, retries: int, patience_s: float) -> None:
@@ -34,7 +34,10 @@ class Attempts:
         self._in_flight_until: float | None = None
 
     def pause_s(self, response: httpx.Response | None) -> float | None:
-        """Return the seconds to wait before the next attempt; None: ``response`` (None without a reply) is final."""
+        """Return the seconds to wait before the next attempt, or None if there should be no further attempt.
+
+        ``response`` is the reply to the last attempt, or None if it got no reply.
+        """
         if response is not None and self._retries and is_in_flight(response):
             now = time.monotonic()
             if self._in_flight_until is None:

@@ -18,7 +18,7 @@ def _list(job: str | None = None, *, limit: int = 100) -> Steps[list[HeldRow]]:
 
 
 def _show(*place: str) -> Call[HeldItem]:
-    """Show a quarantined item and its content; ``place``: its id, or its job and its id.
+    """Show a quarantined item and its content; ``place``: the id of the item, or the ids of its job and of the item.
 
     Raises:
         NotFound: no such item, or not in this job.
@@ -28,7 +28,7 @@ def _show(*place: str) -> Call[HeldItem]:
 
 
 def _release(*place: str) -> Call[Verdict]:
-    """Release an item, so that it counts; ``place`` and errors as in ``show``."""
+    """Release an item: it counts as if it arrived now. ``place`` and errors as in ``show``."""
     return Call("POST", f"{_path(*place)}/release", one(Verdict))
 
 

@@ -143,7 +143,7 @@ def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P],
 
 
 def _like(describe: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator that copies docstring and parameters of ``describe``, after ``self``, for ``help``."""
+    """Return a decorator that gives a method the docstring and parameters of ``describe``, which ``help`` shows."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [own, *inspect.signature(describe).parameters.values()]
 

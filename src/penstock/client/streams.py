@@ -93,7 +93,7 @@ _RECONNECT_S = 0.5
 _SILENCE_S = 45.0
 """Read timeout in seconds; the server pings every 15 s."""
 _PAST_THE_END = 416
-"""HTTP status if the part file is at least as long as the whole file; its content was never verified."""
+"""HTTP status of the reply if the part file is at least as long as the whole file, so that no rest can be sent."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -159,7 +159,7 @@ class Streams:
 
     @contextlib.contextmanager
     def _open(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
-        """Open a streamed reply, successful or 416; raise the error of any other."""
+        """Open a streamed reply that is successful or has status 416; raise the error of any other reply."""
         try:
             with self._http.stream(method, path, **more) as response:
                 if not response.is_success and response.status_code != _PAST_THE_END:
@@ -231,7 +231,7 @@ class AsyncStreams:
 
     @contextlib.asynccontextmanager
     async def _open(self, method: str, path: str, **more: Any) -> AsyncIterator[httpx.Response]:
-        """Open a streamed reply, successful or 416; raise the error of any other."""
+        """Open a streamed reply that is successful or has status 416; raise the error of any other reply."""
         try:
             async with self._http.stream(method, path, **more) as response:
                 if not response.is_success and response.status_code != _PAST_THE_END:

@@ -21,14 +21,14 @@ def _promote(job: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
 
     Raises:
         Conflict: the version is not the newest one, the job has no promotion gate, or it has ended.
-        DeadlineError: the ledger did not record it within ``timeout_s``.
+        DeadlineError: the ledger did not record the promotion within ``timeout_s``.
     """
     asked = yield post(f"/v1/jobs/{job}/promote", {"version": version})
     return (yield from until_done(job, asked, timeout_s, f"version {version} of job '{job}' is not promoted"))
 
 
 def _roll_back(job: str, checkpoint: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Discard the updates after a checkpoint; return the new ``version`` of its weights.
+    """Discard all updates after a checkpoint. Its weights get a new version number, which is returned as ``version``.
 
     Raises:
         Conflict: no such checkpoint, nothing was trained after it, or the log does not reach back to it.

@@ -1,11 +1,15 @@
 """Backup of a whole deployment to a directory while jobs run, and restore to another path or host.
 
-The backup is consistent with the ledger: it has what ``LEDGER`` contained at one moment, and everything to which these
-entries refer. While the streams are read, the leader deletes nothing, on a request that the backup repeats. The backup
-records the last sequence number of each stream as its mark, of ``LEDGER`` first, because data is stored before an entry
-that refers to it. Job records are read earlier, because a ledger may be ahead of its record, never behind. A restore
-deletes the messages after the marks. Checkpoints, archived entries and uploads are hard-linked, so that deletions
-during the copy do not remove them.
+A backup is consistent with the ledger: it contains the entries that ``LEDGER`` had at one moment, and everything to
+which these entries refer. While a backup is taken, the leader deletes nothing: the backup requests this every few
+seconds. The steps of a backup:
+
+1. It saves the buckets with the job records. They come first, because a ledger may be ahead of its job record, but
+   never behind it.
+2. It hard-links checkpoints, archived ledger entries and uploads, so that deletions during the copy do not remove them.
+3. It takes a mark of each stream: the sequence number of the last message. The mark of ``LEDGER`` is the first one,
+   because services store data before the ledger entry that refers to the data.
+4. It saves the streams, and copies the linked files. A restore deletes the messages after the marks.
 
 The directory contains secrets (hashes of keys, users' data): only its owner may read it.
 """
@@ -57,7 +61,8 @@ LATE = frozenset({f"{KV}{subjects.LEASES}"})
 KEPT_WHOLE = frozenset({subjects.AUDIT})
 """Streams that a restore does not cut at their mark, because nothing is ever deleted from them."""
 FIRST = {subjects.EXPERIENCE: 0, subjects.INTERACTIONS: 1}
-"""Streams that are marked right after LEDGER, in this order, to leave out data of policies unknown to LEDGER."""
+"""Streams whose marks are taken right after the mark of LEDGER, in this order, so that a restore leaves out data of
+policies that are unknown to LEDGER."""
 HOLD_S, HOLD_EVERY_S = 60.0, 10.0
 TRIES = 3
 BLOCK = 1 << 20
@@ -82,7 +87,7 @@ class StoredStream(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """A path in a job file outside of the data directory; ``file`` is its copy, None if it is not copied."""
+    """Path outside of the data directory that a job file names. ``file``: copy of the file; None for a directory."""
 
     job: str
     path: str
@@ -293,7 +298,7 @@ class _Links:
                         os.link(path, place)
 
     def has(self, checkpoint: str) -> bool:
-        """Return True if the checkpoint whose path in the ledger is ``checkpoint`` is linked completely."""
+        """Return True if all files of a checkpoint are hard-linked; ``checkpoint`` is its path in the ledger."""
         place = checkpoint_path(self._folder, checkpoint)
         return (place / "COMMIT").exists()
 
@@ -318,9 +323,9 @@ def _is_whole(root: Path, name: Path) -> bool:
 
 
 def _references(records: list[JobRecord], data_dir: Path, target: Path) -> list[Reference]:
-    """Copy the files outside the data directory that job files name; return these files and directories (models).
+    """Copy each file outside of the data directory that a job file names, and return a reference to it.
 
-    Directories are not copied.
+    Also return references to directories (models), which are not copied.
     """
     found: list[Reference] = []
     copies: dict[Path, StoredFile] = {}
@@ -385,7 +390,7 @@ def read_manifest(source: Path) -> BackupManifest:
 
 
 def load_backup(source: Path) -> BackupManifest:
-    """Read a backup and verify every byte of it.
+    """Verify the SHA-256 of every file of a backup, and return the manifest.
 
     Raises:
         ConfigError: as ``read_manifest``.
@@ -427,9 +432,9 @@ def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> Non
 async def restore_streams(
     bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, tell: Tell = lambda _: None
 ) -> list[str]:
-    """Restore the streams of a backup to a bus without them, delete messages after the marks, and check them.
+    """Restore the streams of a backup to a bus that has none of them, and delete the messages after the marks.
 
-    Returns messages for the user, for example about missing paths.
+    Then check that every training job can continue. Returns messages for the user, for example about missing paths.
 
     Raises:
         ConfigError: the bus has such a stream already, or no room.
@@ -466,7 +471,7 @@ async def _cut(bus: Bus, stream: str, mark: int) -> None:
 
 
 async def _repoint(bus: Bus, manifest: BackupManifest, data_dir: Path) -> list[str]:
-    """Rewrite paths in job files to their new locations; return messages about paths that exist nowhere."""
+    """Rewrite paths in job files to their new locations; return messages about paths that are missing."""
     notes, store = [], JobStore(bus)
     for entry in (await store.index()).all():
         moved = {manifest.data_dir: str(data_dir)}

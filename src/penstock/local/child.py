@@ -34,7 +34,7 @@ EXIT_CONFIG = 2
 
 
 class Child(Protocol):
-    """A process that can be started again in the same place."""
+    """A process that can be started again after its end, with the same name and settings."""
 
     name: str
 
@@ -45,7 +45,7 @@ class Child(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id; 0 while stopped."""
+        """Process id; 0 before the first start. The value has no meaning while the process is stopped."""
         ...
 
     def start(self) -> None:
@@ -152,7 +152,8 @@ class ServiceProcess:
 class ServiceRanks:
     """Runs several processes of one service that work as one group, with torchrun's environment variables.
 
-    The group counts as ended as soon as one process has; then all are started again, at another port.
+    The group counts as ended as soon as one process ends. ``start`` then kills the others, and starts all processes
+    again with another port.
 
     Args:
         workers: name of each rank; the name of rank 0 is also that of the group.
@@ -232,7 +233,7 @@ class ServiceRanks:
 
     @property
     def _first_to_end(self) -> ServiceProcess:
-        """Rank that probably ended first: a killed rank ends by a signal, the others by an error about it."""
+        """Rank that probably ended first: a rank that a signal killed, if any; the others then end with an error."""
         ended = [rank for rank in self._ranks if not rank.running]
         return min(ended or self._ranks[:1], key=lambda rank: rank.exit_code or 0)
 
@@ -279,7 +280,8 @@ class KeptAlive:
     async def start(self) -> None:
         """Start the child for the first time. Raises ConfigError, DeadlineError or OSError.
 
-        Cancellation ends a slow start; a process that runs then can be stopped as usual.
+        If cancelled, stop a server that is still starting, and wait until the start has ended. A process that runs
+        then needs a call of ``stop``.
         """
         started = asyncio.get_running_loop().run_in_executor(self._starter, self.child.start)
         try:

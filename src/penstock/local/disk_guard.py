@@ -1,7 +1,7 @@
 """Restarts the NATS server of this machine once its full disk has room again.
 
-A stream whose write failed accepts no message, even after there is room, until the server reads its files again. They
-contain all acknowledged messages; publishers, whose requests fail meanwhile, retry.
+A stream whose write failed accepts no message, even after there is room, until the server reads its files again. The
+files contain all acknowledged messages. Publishers retry the requests that fail meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DiskGuard:
         self._nats, self._tell = nats, tell
 
     async def run(self) -> None:
-        """Watch until cancelled."""
+        """Until cancelled: when the server reports a flaw, wait for disk space, then kill the server for a restart."""
         while True:
             self._tell(f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}")
             while not await asyncio.to_thread(has_room, self._nats.directory):

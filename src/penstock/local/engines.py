@@ -1,7 +1,7 @@
 """Installs and checks separate interpreters for rollout engines whose libraries do not fit into this one.
 
-The packages of an engine are pinned in one file beside its adapter, dependencies included, so that pip resolves
-nothing: a resolver would add unwanted packages (CUDA builds of torchvision on a machine without a GPU).
+One file for each environment, in LOCKS, pins all packages of an engine, dependencies included. So pip resolves nothing:
+a resolver would add unwanted packages (CUDA builds of torchvision on a machine without a GPU).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOCKS = Path(rollout.__file__).parent / "engines" / "requirements"
 IMPORT_LIMIT_S = 180.0
 INSTALL_LIMIT_S = 3600.0
 _LARGE = 2
-"""Number of large packages at the start of a file: each is a separate step, so that an interruption loses one."""
+"""Number of large packages at the start of a package file. Each is a separate step, so a retry repeats only one."""
 
 Tell = Callable[[str], None]
 
@@ -36,7 +36,7 @@ class _Made(msgspec.Struct):
     """Installation state of an environment, stored in the environment."""
 
     pins: str
-    """Digest of the file of packages."""
+    """Digest of the pinned packages."""
     begun: int = -1
     done: int = -1
     """Numbers of the newest step that was begun, and of the newest that was completed."""
@@ -52,10 +52,10 @@ def environment_of(engine: str) -> str:
 
 
 def engine_python(name: str, engines_dir: Path) -> Path:
-    """Return the interpreter of an environment.
+    """Return the path of the Python interpreter in the engine environment ``name``.
 
     Raises:
-        ConfigError: there is none, it is incomplete, or it has other versions than this Penstock pins.
+        ConfigError: the environment is missing or incomplete, or has other versions than this Penstock pins.
     """
     folder = engines_dir.expanduser() / name
     made, problem = _read(folder), ""
@@ -93,6 +93,7 @@ def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, agai
 
     Raises:
         Unavailable: a step failed; ``tell`` received pip's errors. The next call continues from that step.
+        DeadlineError: another process has installed the environment for INSTALL_LIMIT_S seconds.
     """
     pins, folder = _pins(name), engines_dir.expanduser() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +172,7 @@ def _runs(python: Path) -> bool:
 
 
 def _check(python: Path, name: str) -> None:
-    """Raise Unavailable if ``name`` cannot be imported."""
+    """Raise Unavailable if the interpreter ``python`` cannot import the engine ``name`` and the libraries beside it."""
     beside = "nats, xxhash, msgspec" if name in ENGINE_PACKAGES else "torch"  # with a worker in it, or only a server
     command = [str(python), "-c", f"import {name}, transformers, {beside}"]
     try:

@@ -169,7 +169,7 @@ def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
 
 
 class Losses(msgspec.Struct, kw_only=True):
-    """Numbers of items that were acknowledged, and that were stored, lost or stored repeatedly despite the kills."""
+    """Result of a kill test: numbers of items. ``lost``: acknowledged, but not stored; ``repeated``: surplus copies."""
 
     acked: int
     stored: int

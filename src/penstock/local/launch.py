@@ -101,7 +101,8 @@ def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> 
 def interpreter_of(python: Path, folder: Path) -> Launch:
     """Return a ``Launch`` that uses ``python``, which has the libraries that Penstock needs, but not Penstock itself.
 
-    The process imports the code that runs here, by a link in ``folder``, so that both sides of every message agree.
+    A link in ``folder`` lets the started process import the same Penstock code as this one, so that both sides of every
+    message agree.
     """
     own = folder / "penstock"
     folder.mkdir(parents=True, exist_ok=True)

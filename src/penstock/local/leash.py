@@ -1,6 +1,6 @@
 """Starts a program that dies with its parent: ``python leash.py PARENT_PID PROGRAM ARG...``.
 
-The link to the parent is made before exec, so it also works for third-party programs. Linux only; elsewhere the program
+The link to the parent is set before exec, so it also works for third-party programs. Linux only; elsewhere the program
 just starts, and only the supervisor's own clean-up ends it.
 """
 

@@ -2,9 +2,9 @@
 
     python -m penstock.local.load < plan.json
 
-Prints one JSON object. A broken connection is reopened until the time is over, and its request in flight counts as an
-error. SIGTERM ends the load early. With ``acked`` the ids in the replies are appended to a file, one write for each
-reply, before the next request.
+Prints the results as one JSON object. A broken connection is reopened until the time is over, and its request in
+flight counts as an error. SIGTERM ends the load early. With ``acked`` the ids in the replies are appended to a file,
+one write for each reply, before the next request.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _IDS = re.compile(rb'"(?:feedback_id|id)":"([0-9a-f-]{36})"')
 class Plan(msgspec.Struct, kw_only=True):
     """The requests and their target.
 
-    ``items``: number of items in one request, for the rate; ``good``: HTTP statuses of success; ``acked``: file for the
-    ids in the replies, or ''.
+    ``items``: number of items in one request, to compute the rate; ``good``: HTTP statuses of success; ``acked``:
+    file for the ids in the replies, or ''.
     """
 
     host: str

@@ -1,4 +1,4 @@
-"""Finds free ports, and reports ports that are taken before anything starts."""
+"""Finds free ports, and checks before the start of a deployment that its API can listen on its port."""
 
 from __future__ import annotations
 

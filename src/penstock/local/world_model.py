@@ -44,7 +44,7 @@ class Fitting:
         members: K; each is trained on a bootstrap sample of the transitions (arXiv 1805.12114).
         hidden_sizes: widths of the hidden layers, with SiLU.
         epochs: passes over the transitions; a cosine schedule decays the learning rate to 0.
-        held_out: fraction of the episodes that only measures the error; at least one episode.
+        held_out: fraction of the episodes that only serve to measure the error; at least one episode.
     """
 
     members: int = 5
@@ -184,7 +184,7 @@ def _transitions(shown: Demonstrations, states_ND: NDArray[np.float32], action: 
 
 
 def _rows(episodes: NDArray[np.int64], cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices of all steps of these episodes."""
+    """Return the indices of all steps of ``episodes``; ``cuts[i]`` is the first step of episode i."""
     return np.concatenate([np.arange(cuts[one], cuts[one + 1]) for one in episodes.tolist()])
 
 

@@ -1,8 +1,9 @@
-"""The wall clock of a process as a file says: imported by Python itself where this folder stands in PYTHONPATH.
+"""A wall clock that a file controls; Python imports this module by itself if PYTHONPATH names the folder.
 
-``CHAOS_CLOCK`` names a file with seconds to add to ``time.time`` and ``time.time_ns``; it is read again every half
-second. Monotonic clocks and sleeps stay true, as on a host whose clock is set. libfaketime cannot do that: with a true
-monotonic clock it makes ``time.sleep`` fail (its ``clock_nanosleep`` takes a monotonic deadline for a wall-clock one).
+``CHAOS_CLOCK`` names a file with seconds to add to ``time.time`` and ``time.time_ns``; the process reads it again every
+half second. Monotonic clocks and sleeps stay right, as on a host whose clock is set. libfaketime cannot do that: with a
+true monotonic clock it makes ``time.sleep`` fail (its ``clock_nanosleep`` takes a monotonic deadline for a wall-clock
+one).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One question, one answer. The second task is answered wrongly by the chain, the third one fails."""
+"""One question and one answer. The chain answers the second task wrongly; scoring of the third one fails."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ __all__ = ["SingleTaskset"]
 
 
 class Data(vf.TaskData):
-    """The right answer."""
+    """Task data with the right answer."""
 
     answer: str
 
 
 class Single(vf.Task[Data]):
-    """Right or wrong."""
+    """Task whose answer is right or wrong."""
 
     @vf.reward
     async def exact(self, trace: vf.Trace) -> float:
-        """1 or 0."""
+        """Return 1 for the right answer, else 0."""
         return float(trace.last_reply == self.data.answer)
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
-        """Characters of the answer."""
+        """Return the number of characters of the answer; raise for the third task."""
         if self.data.answer == "broken":
             raise RuntimeError("out of order")
         return float(len(trace.last_reply))
 
 
 class SingleTaskset(vf.Taskset[Single]):
-    """Three tasks."""
+    """Set of three tasks."""
 
     def load(self) -> Iterable[Single]:
-        """Their prompts."""
+        """Yield the tasks."""
         for answer in ("hello world and more", "hello", "broken"):
             yield Single(Data(prompt="hi", system_prompt="? ", answer=answer), self.config.task)

@@ -1,4 +1,4 @@
-"""A talk of several turns, led by the environment, which counts what it hears."""
+"""A conversation of several turns that the environment leads; the environment counts the expected answers."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import verifiers.v1 as vf
 __all__ = ["TalkEnv", "TalkTaskset"]
 
 
-class Heard(vf.State):
-    """Of one episode."""
+class Progress(vf.State):
+    """State of one episode."""
 
     turns: int = 0
 
 
-class Talk(vf.Task[vf.TaskData, Heard]):
-    """How long it was."""
+class Talk(vf.Task[vf.TaskData, Progress]):
+    """Task that rewards the number of expected answers."""
 
     @vf.reward
-    async def heard(self, trace: vf.Trace) -> float:
-        """A tenth for every turn."""
+    async def expected_answers(self, trace: vf.Trace) -> float:
+        """Return a tenth for every expected answer."""
         return trace.state.turns / 10
 
 
 class TalkTaskset(vf.Taskset[Talk]):
-    """One task."""
+    """Set of one task."""
 
     def load(self) -> Iterable[Talk]:
-        """The environment opens the talk."""
+        """Yield a task without a prompt: the environment opens the conversation."""
         yield Talk(vf.TaskData(prompt=None), self.config.task)
 
 
 class TalkEnv(vf.Env[vf.SingleAgentEnvConfig]):
-    """Says the same three times."""
+    """Environment that sends the same message three times."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        """One episode."""
+        """Play one episode."""
         async with agents.agent.interaction(task) as talk:
             for _ in range(3):
                 segment = await talk.turn("<eos> hi")

@@ -1,4 +1,4 @@
-"""A tool with state: what it answers sends the chain on to its other words."""
+"""A tool with state, whose results lead the chain to its other words."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["ToolTaskset"]
 
 
 class Calls(vf.State):
-    """Of one episode."""
+    """State of one episode."""
 
     sums: tuple[int, ...] = ()
 
 
 class Add(vf.Toolset[vf.ToolsetConfig, Calls]):
-    """A server of one tool."""
+    """Server of one tool."""
 
     TOOL_PREFIX = None
 
@@ -28,24 +28,24 @@ class Add(vf.Toolset[vf.ToolsetConfig, Calls]):
 
 
 class Adding(vf.Task[vf.TaskData, Calls]):
-    """Rewards one call that an answer follows."""
+    """Task that rewards one tool call followed by an answer."""
 
     @vf.reward
     async def called(self, trace: vf.Trace) -> float:
-        """0.75 for the call, 0.25 for the answer."""
+        """Return 0.75 for exactly one right call, plus 0.25 for the answer."""
         return 0.75 * (trace.state.sums == (3,)) + 0.25 * (trace.last_reply == "hello world and more")
 
     @classmethod
     def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        """The one server."""
+        """Return the server of the tool."""
         return [Add(vf.ToolsetConfig())]
 
 
 class ToolTaskset(vf.Taskset[Adding]):
-    """One task."""
+    """Set of one task."""
 
     def load(self) -> Iterable[Adding]:
-        """Its prompt."""
+        """Yield the task."""
         yield Adding(vf.TaskData(prompt="tool"), self.config.task)
 
 

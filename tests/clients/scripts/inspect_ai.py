@@ -19,7 +19,7 @@ SAYS = "hello world and more"
 
 @tool
 def add() -> Tool:
-    """A tool that adds."""
+    """Return a tool that adds two numbers."""
 
     async def execute(a: int, b: int) -> str:
         """Add two numbers.
@@ -34,7 +34,7 @@ def add() -> Tool:
 
 
 def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     task = Task(
         dataset=[Sample(input="hi", target=SAYS), Sample(input="tool", target=SAYS), Sample(input="hi", target="bye")],
         solver=[use_tools(add()), generate()],

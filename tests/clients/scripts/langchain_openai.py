@@ -21,7 +21,7 @@ def add(a: int, b: int) -> str:
 
 
 def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     chat = ChatOpenAI(model=MODEL, base_url=f"{URL}/v1", api_key=KEY, max_tokens=16, max_retries=0)
     answer = chat.invoke("hi")
     assert answer.content == SAYS

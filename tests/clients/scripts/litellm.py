@@ -21,7 +21,7 @@ WHERE: dict[str, Any] = {"api_base": f"{URL}/v1", "api_key": KEY, "max_tokens": 
 
 
 def chat(provider: str) -> int:
-    """Whole, streamed, with tools; how many answers there were."""
+    """Ask for whole and streamed answers and a tool call; return the number of answers."""
     model = f"{provider}/{MODEL}"
     answer = litellm.completion(model=model, messages=HI, **WHERE)
     assert answer.choices[0].message.content == SAYS
@@ -41,7 +41,7 @@ def chat(provider: str) -> int:
 
 
 def refusals() -> None:
-    """Refusals are LiteLLM's own errors."""
+    """Check that refusals raise LiteLLM's own errors."""
     for error, changes in (
         (litellm.AuthenticationError, {"api_key": "unknown"}),
         (litellm.NotFoundError, {"model": "openai/gpt"}),
@@ -55,14 +55,14 @@ def refusals() -> None:
 
 
 async def at_once() -> int:
-    """Eight asynchronous answers."""
+    """Send eight asynchronous requests; return the number of answers."""
     asked = (litellm.acompletion(model=f"openai/{MODEL}", messages=HI, **WHERE) for _ in range(8))
     assert {answer.choices[0].message.content for answer in await asyncio.gather(*asked)} == {SAYS}
     return 8
 
 
 def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     answers = chat("openai") + chat("hosted_vllm")
     text = litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="hi", **WHERE)
     assert text.choices[0].text == SAYS

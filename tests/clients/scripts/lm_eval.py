@@ -1,4 +1,4 @@
-"""EleutherAI's evaluation harness: generation, and choices by their likelihood, with prompts as token ids.
+"""EleutherAI's evaluation harness: generation, and multiple choice by likelihood, with prompts as token ids.
 
 Run as ``lm_eval.py URL KEY MODEL TOKENIZER``.
 """
@@ -24,7 +24,7 @@ ROWS = [
 
 
 def tasks(rows: Path) -> list[dict[str, Any]]:
-    """One task of each kind over the same rows."""
+    """Return one task of each kind over the same rows."""
     data = {
         "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(rows)}}, "test_split": "test",
         "doc_to_text": "{{question}}", "target_delimiter": "",
@@ -44,7 +44,7 @@ def tasks(rows: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     os.environ["OPENAI_API_KEY"] = KEY
     rows = Path("rows.jsonl").absolute()
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

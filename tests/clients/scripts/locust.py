@@ -1,4 +1,4 @@
-"""Locust: eight users that ask, read streams and say what they think. Run as ``locust.py URL KEY MODEL TOKENIZER``."""
+"""Locust: eight users that ask, read streams and post feedback. Run as ``locust.py URL KEY MODEL TOKENIZER``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE_S = 100
 
 
 class Agent(FastHttpUser):
-    """Asks whole and streamed in turn, and judges both."""
+    """User that asks for whole and streamed answers in turn, and posts feedback on both."""
 
     host = URL
     wait_time = constant(0)
@@ -27,7 +27,7 @@ class Agent(FastHttpUser):
 
     @task
     def ask(self) -> None:
-        """One question and the verdict on its answer."""
+        """Ask one question and post feedback on the answer."""
         streams = self.rounds % 2 == 1
         body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": streams}
         reply = self.client.post("/v1/chat/completions", json=body, name="stream" if streams else "chat")
@@ -40,7 +40,7 @@ class Agent(FastHttpUser):
 
 
 def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     environment = Environment(user_classes=[Agent], catch_exceptions=False)
     runner = environment.create_local_runner()
     runner.start(USERS, spawn_rate=USERS)

@@ -17,7 +17,7 @@ SAYS = "hello world and more"
 
 
 def chat(client: openai.OpenAI) -> int:
-    """Whole and streamed; how many answers there were."""
+    """Ask for whole and streamed answers; return the number of answers."""
     assert MODEL in [model.id for model in client.models.list()], "beside final checkpoints that can be served"
     assert client.models.retrieve(MODEL).id == MODEL
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=HI, max_tokens=16)
@@ -42,7 +42,7 @@ def chat(client: openai.OpenAI) -> int:
 
 
 def tools(client: openai.OpenAI) -> int:
-    """A call, whole and streamed, and the answer that follows its result."""
+    """Get a tool call whole and streamed, then the answer to its result; return the number of answers."""
     called = client.chat.completions.create(model=MODEL, messages=CALL, tools=TOOLS).choices[0]
     assert called.finish_reason == "tool_calls"
     (call,) = called.message.tool_calls or []
@@ -58,7 +58,7 @@ def tools(client: openai.OpenAI) -> int:
 
 
 def texts(client: openai.OpenAI) -> int:
-    """Completions of texts and of token ids."""
+    """Complete texts and token ids; return the number of answers."""
     text = client.completions.create(model=MODEL, prompt=[4], max_tokens=2, n=2, echo=True, logprobs=1)
     assert [choice.text for choice in text.choices] == ["hihello wor"] * 2
     assert len({(choice.model_extra or {})["interaction_id"] for choice in text.choices}) == 2
@@ -71,7 +71,7 @@ def texts(client: openai.OpenAI) -> int:
 
 
 def refusals(client: openai.OpenAI) -> None:
-    """Every refusal is the SDK's own error, with a code."""
+    """Check that every refusal raises the SDK's own error, with a code."""
     stranger = client.with_options(api_key="unknown")
     for error, call in (
         (openai.AuthenticationError, stranger.models.list),
@@ -88,7 +88,7 @@ def refusals(client: openai.OpenAI) -> None:
 
 
 def verdicts(client: openai.OpenAI) -> list[str]:
-    """Feedback through the SDK's own HTTP: by answer, and on an episode by its address. Ids of the feedback."""
+    """Post feedback on two answers by the SDK's own HTTP client; return the ids of the feedback."""
     posted = []
     for value in (True, False):
         answer = client.chat.completions.create(model=MODEL, messages=HI)
@@ -99,7 +99,7 @@ def verdicts(client: openai.OpenAI) -> list[str]:
 
 
 async def at_once() -> int:
-    """Thirty-two streams of the asynchronous client."""
+    """Read thirty-two streams of the asynchronous client; return their number."""
 
     async def one(client: openai.AsyncOpenAI) -> str:
         stream = await client.chat.completions.create(model=MODEL, messages=HI, stream=True)
@@ -111,7 +111,7 @@ async def at_once() -> int:
 
 
 def main() -> None:
-    """Say how many answers there were, and which feedback was posted."""
+    """Run the client; print the number of answers and the ids of the feedback."""
     with openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0) as client:
         answers = chat(client) + tools(client) + texts(client)
         refusals(client)

@@ -23,7 +23,7 @@ def add(a: int, b: int) -> str:
 
 
 async def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     set_tracing_disabled(True)
     async with AsyncOpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0) as client:
         agent = Agent(

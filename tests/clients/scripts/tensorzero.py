@@ -16,7 +16,7 @@ URL, KEY, MODEL = sys.argv[1:4]
 
 
 def http(path: str, body: Any = None) -> tuple[Any, Any]:
-    """The reply to a POST, or to a GET where there is no body, and its headers."""
+    """Send ``body`` by POST, or a GET without one; return the decoded reply and its headers."""
     headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(URL + path, data, headers), timeout=60) as reply:
@@ -24,17 +24,17 @@ def http(path: str, body: Any = None) -> tuple[Any, Any]:
 
 
 def answer() -> tuple[str, str]:
-    """Ids of an answer and of its episode, without prefixes."""
+    """Ask a question; return the ids of the answer and of its episode, without prefixes."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
     _, headers = http("/v1/chat/completions", body)
     return headers["x-interaction-id"], headers["x-episode-id"].removeprefix("ep_")
 
 
 def verdicts(gateway: TensorZeroGateway) -> list[str]:
-    """Every kind of value that the client can post; ids of the metrics that count."""
+    """Post every kind of value that the client has; return the ids of the feedback that the job trains on."""
     liked, _ = answer()
     rated, episode = answer()
-    said = [
+    posted = [
         gateway.feedback(metric_name="accepted", inference_id=liked, value=True, tags={"user_id": "u1", "page": "7"}),
         gateway.feedback(metric_name="accepted", inference_id=rated, value=False),
     ]
@@ -46,11 +46,11 @@ def verdicts(gateway: TensorZeroGateway) -> list[str]:
         gateway.feedback(metric_name="accepted", inference_id=liked, value=True, dryrun=True),
     ):
         assert more.feedback_id
-    return [str(one.feedback_id) for one in said]
+    return [str(one.feedback_id) for one in posted]
 
 
 def refusals(gateway: TensorZeroGateway) -> None:
-    """The gateway refuses metrics that are not declared, and the client says so."""
+    """Check that the gateway refuses wrong metrics and values, and that the client raises its error."""
     target, _ = answer()
     for bad in ({"metric_name": "liked", "value": True}, {"metric_name": "accepted", "value": "yes"}):
         try:
@@ -62,7 +62,7 @@ def refusals(gateway: TensorZeroGateway) -> None:
 
 
 async def at_once() -> int:
-    """Sixteen verdicts of the asynchronous client on one answer."""
+    """Post sixteen items of feedback on one answer asynchronously; return the number of answers."""
     target, _ = answer()
     built = AsyncTensorZeroGateway.build_http(gateway_url=URL, timeout=60)
     async with await built as gateway:
@@ -72,7 +72,7 @@ async def at_once() -> int:
 
 
 def main() -> None:
-    """Say how many answers there were, and which feedback was posted."""
+    """Run the client; print the number of answers and the ids of the feedback."""
     os.environ["TENSORZERO_API_KEY"] = KEY
     with TensorZeroGateway.build_http(gateway_url=URL, timeout=60) as gateway:
         feedback = verdicts(gateway)

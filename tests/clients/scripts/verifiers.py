@@ -20,7 +20,7 @@ SAYS = "hello world and more"
 
 
 async def main() -> None:
-    """Say how many answers there were."""
+    """Run the client and print the number of answers."""
     os.environ["PENSTOCK_KEY"] = KEY
     os.environ["UV_CACHE_DIR"] = f"{sys.prefix}/uv-cache"  # the harness's packages are fetched once for an environment
     config = vf.AgentConfig(

@@ -1,8 +1,8 @@
 """Engines under test, each over a small peaked model, and the plain forward that judges their log-probs.
 
-``PENSTOCK_TEST_ENGINE`` names the engine. The embedded one, or a class of somebody's own (``module:Class``), is made
-anew for each test. One with processes of its own takes too long to start: all tests of a run share it, in its own
-interpreter (``run_contract`` starts such a run).
+``PENSTOCK_TEST_ENGINE`` names the engine. Each test creates its own embedded engine, or engine of a user's class
+(``module:Class``). An engine with processes of its own takes too long to start: all tests of a run share one, in its
+own interpreter (``run_contract`` starts such a run).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PROMPT = (5, 14, 9, 18)
 
 
 def peaked_model(seed: int) -> PreTrainedModel:
-    """Random weights with confident predictions: an error in the cache moves log-probs by nats."""
+    """Return a model of random weights with confident predictions: a wrong cache moves log-probs by nats."""
     model = build_model(CONFIG, len(build_tokenizer(CONFIG)), seed=seed)
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -62,13 +62,13 @@ def peaked_model(seed: int) -> PreTrainedModel:
 
 @functools.cache
 def reference(seed: int) -> PreTrainedModel:
-    """A copy that no engine touches."""
+    """Return a copy of ``peaked_model(seed)`` that no engine changes."""
     return peaked_model(seed)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A started engine that serves ``peaked_model(0)`` as version 0, and how to ask it."""
+    """A started engine that serves ``peaked_model(0)`` as version 0, with helpers for requests and updates."""
 
     engine: Engine
     prompt: tuple[int, ...] = PROMPT
@@ -76,10 +76,10 @@ class Bench:
     max_running: int = MAX_RUNNING
     length: int = LENGTH
     digests: dict[int, str] = field(default_factory=dict)
-    """Of the versions that ``update`` brought."""
+    """Digests of the versions that ``update`` loaded."""
 
     def ask(self, id: str, *, prompt: Sequence[int] = PROMPT, n: int = 1, **sampling: object) -> GenRequest:
-        """A request of 240 tokens that does not stop early, unless ``sampling`` says otherwise."""
+        """Return a request for 240 tokens that does not stop early, unless ``sampling`` changes that."""
         wanted = {"max_new_tokens": LENGTH, "ignore_eos": True, "seed": 7, **sampling}
         return GenRequest(request_id=id, prompt_ids=list(prompt), n=n, sampling=Sampling(**wanted))
 
@@ -87,9 +87,9 @@ class Bench:
     def error(
         self, sample: Sample, *, prompt: Sequence[int] = PROMPT, temperature: float = 1.0, seeds: Sequence[int] = (0,)
     ) -> float:
-        """Largest deviation of a sample's log-probs from a plain forward of the version that each span names.
+        """Return the largest deviation of a sample's log-probs from a plain forward of the version of each span.
 
-        ``seeds[v]`` made the weights of version v.
+        ``seeds[v]`` is the seed of the weights of version v.
         """
         ids = torch.tensor([[*prompt, *sample.token_ids]])
         worst = 0.0
@@ -103,11 +103,11 @@ class Bench:
 
     @torch.no_grad()
     def plain(self, token_ids: Sequence[int]) -> Tensor:
-        """Log-probs [T, V] of what follows each token of a text, from a forward of version 0 without a cache."""
+        """Return the log-probs [T, V] after each token of a text, from a forward of version 0 without a cache."""
         return torch.log_softmax(reference(0)(torch.tensor([list(token_ids)])).logits[0].float(), -1)
 
     def weights(self, seed: int) -> dict[str, Tensor]:
-        """The parameters of ``peaked_model(seed)``."""
+        """Return the parameters of ``peaked_model(seed)``."""
         return {name: parameter.detach().clone() for name, parameter in reference(seed).named_parameters()}
 
     async def until_tokens(self, num_new: int) -> None:
@@ -118,7 +118,7 @@ class Bench:
                 await asyncio.sleep(0.001)
 
     async def fail_half_way(self, update: Callable[[], Awaitable[object]], match: str) -> None:
-        """An update that fails with weights half changed: what runs ends, and nothing is served until a full update."""
+        """Check an update that fails half-way: running requests end, and none is served until a full update."""
         asking = asyncio.create_task(self.engine.generate(self.ask("cut")))
         await self.until_tokens(20)
         with pytest.raises(WeightsError, match=match):
@@ -153,7 +153,7 @@ class Bench:
         guard: Callable[[], bool] | None = None,
         digest: str = "",
     ) -> float:
-        """A full update to ``peaked_model(seed)``."""
+        """Update all weights to those of ``peaked_model(seed)``; return the pause in seconds."""
         self.digests[version] = digest or f"d{version}"
         await self.engine.begin_update(version=version, digest=self.digests[version], mode=mode, guard=guard)
         tensors = self.weights(seed)
@@ -165,12 +165,12 @@ class Bench:
 
 @dataclass(frozen=True)
 class ReferenceBench(Bench):
-    """An engine whose processes open versions by themselves: the same weights come through slots."""
+    """A bench of an engine whose processes open versions themselves, from slots with the same weights."""
 
     publisher: Publisher = field(kw_only=True)
 
     def publish(self, version: int, seed: int) -> WeightManifest:
-        """A slot with the parameters of ``peaked_model(seed)``."""
+        """Publish the parameters of ``peaked_model(seed)`` in a slot; return the manifest."""
         return self.publisher.publish(self.weights(seed).items(), version=version, epoch=1)
 
     async def update(
@@ -182,7 +182,7 @@ class ReferenceBench(Bench):
         guard: Callable[[], bool] | None = None,
         digest: str = "",
     ) -> float:
-        """A full update to ``peaked_model(seed)``; its digest is that of its bytes."""
+        """Update all weights to those of ``peaked_model(seed)``; the digest is that of the published bytes."""
         assert guard is None
         assert not digest
         manifest = await asyncio.to_thread(self.publish, version, seed)
@@ -198,15 +198,15 @@ SHARED = (
     "test_engine_generate.py",
 )  # fmt: skip
 ENDING = "test_engine_control.py::test_resume_and_close_are_safe_to_repeat"
-"""Ends the engine, which takes long to start; another test that does so runs at the end."""
+"""A test that ends the engine, which takes long to start; other tests that end it run last."""
 
 
 @pytest.fixture
 def run_contract(tmp_path: Path) -> Callable[..., None]:
-    """Runs the contract for an engine with processes of its own, with pytest in another process.
+    """Return a function that runs the contract of an engine with processes of its own, in another pytest process.
 
     ``run(engine, python, files, environment, without=(), limit_s=...)``: ``files`` are run after the shared ones,
-    ``environment`` comes on top of that of this process, the tests ``without`` are left out.
+    ``environment`` extends that of this process, the tests ``without`` are left out.
     """
 
     def run(
@@ -235,14 +235,14 @@ def run_contract(tmp_path: Path) -> Callable[..., None]:
 
 
 def embedded(model: PreTrainedModel) -> Engine:
-    """Our own decoder."""
+    """Return the embedded engine."""
     tokenizer = build_tokenizer(CONFIG)
     return EmbeddedEngine(model, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Results do not depend on it, but the machine is shared."""
+    """Let torch use one thread, because tests share the machine; results do not depend on it."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -251,14 +251,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> ServiceSettings:
-    """With a directory for slots of this run."""
+    """Return settings with a directory for slots of this run."""
     folder = tmp_path_factory.mktemp("engine")
     (folder / "shm").mkdir()
     return ServiceSettings(shm_dir=folder / "shm", data_dir=folder, host_id="here", worker_id="rollout-0")
 
 
 def files_of(folder: Path, **options: Any) -> ModelFiles:
-    """``peaked_model(0)`` in a directory."""
+    """Save ``peaked_model(0)`` and its tokenizer in a directory; return their description."""
     tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -269,7 +269,7 @@ def files_of(folder: Path, **options: Any) -> ModelFiles:
 
 
 def adapter(kind: type[EngineAdapter[Any, Any]], config: Any, settings: ServiceSettings, **options: Any) -> Engine:
-    """An engine on the directory of a model."""
+    """Return an engine of class ``kind`` on the directory of a model."""
     return kind(
         files_of(settings.data_dir / "model", **options), config, settings, max_running=MAX_RUNNING, stop_ids=[EOS],
         detokenize=build_tokenizer(CONFIG).decode,
@@ -277,42 +277,42 @@ def adapter(kind: type[EngineAdapter[Any, Any]], config: Any, settings: ServiceS
 
 
 def vllm(settings: ServiceSettings) -> Engine:
-    """vLLM."""
+    """Return an engine that runs vLLM in its processes."""
     from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
     return adapter(VllmEngine, VllmConfig(kv_cache_gib=0.25), settings)
 
 
 def vllm_server(settings: ServiceSettings) -> Engine:
-    """vLLM's HTTP server."""
+    """Return an engine that uses vLLM's HTTP server."""
     from penstock.services.rollout.engines.vllm.server import VllmServerEngine
 
     return adapter(VllmServerEngine, VllmServerConfig(kv_cache_gib=0.25), settings)
 
 
 def sglang(settings: ServiceSettings) -> Engine:
-    """SGLang, on the device PENSTOCK_TEST_DEVICE."""
+    """Return an engine that uses SGLang on the device PENSTOCK_TEST_DEVICE."""
     from penstock.services.rollout.engines.sglang.engine import SglangEngine
 
     return adapter(SglangEngine, SglangConfig(), settings, device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"))
 
 
 def of_class(settings: ServiceSettings) -> Engine:
-    """The class that PENSTOCK_TEST_ENGINE names."""
+    """Return an engine of the class that PENSTOCK_TEST_ENGINE names."""
     found = import_named(OWN, what="PENSTOCK_TEST_ENGINE", beside="rollout", error=ConfigError)
     return adapter(found, ClassConfig(path=OWN), settings)
 
 
 OUTSIDE = {"vllm": vllm, "vllm_server": vllm_server, "sglang": sglang}
 IN_PROCESS = ":" in OWN
-"""The engine is a class of which each test makes one."""
+"""True if the engine is a class of which each test creates an instance."""
 _shared: list[Engine] = []
 """The engine of the run, once it is started."""
 
 
 @pytest.fixture
 def holders(settings: ServiceSettings) -> Callable[[], set[int]]:
-    """Processes that hold the lock of a slot."""
+    """Return a function that finds the processes that hold the lock of a slot."""
 
     def find() -> set[int]:
         found: set[int] = set()
@@ -327,21 +327,21 @@ def holders(settings: ServiceSettings) -> Callable[[], set[int]]:
 
 @pytest.fixture
 def by_tensors(bench: Bench) -> None:
-    """Only for engines that are handed tensors."""
+    """Skip the test for engines that open versions themselves."""
     if bench.engine.caps.staging != "tensors":
         pytest.skip("this engine opens versions by itself")
 
 
 @pytest.fixture
 def elsewhere() -> None:
-    """Only for engines whose processes open versions and share prefixes among requests."""
+    """Skip the test for engines in this process: it needs processes that open versions and share prefixes."""
     if IN_PROCESS:
         pytest.skip("this engine is in this process")
 
 
 @pytest.fixture
 async def bench(request: pytest.FixtureRequest, one_thread: None, settings: ServiceSettings) -> AsyncIterator[Bench]:
-    """The engine of this run, started, with version 0."""
+    """Yield the bench of this run's engine, which is started and serves version 0."""
     if OWN == "embedded":
         engine = embedded(peaked_model(0))
         await engine.start()

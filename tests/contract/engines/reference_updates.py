@@ -1,4 +1,4 @@
-"""Versions that an engine's own processes open: what holds them, what proves them, and what a failure leaves behind.
+"""Versions that an engine's own processes open: how they are held and verified, and what a failure leaves.
 
 Runs for such an engine; see ``test_engine_vllm.py`` and ``test_engine_sglang.py``.
 """
@@ -39,7 +39,7 @@ async def test_no_cached_prefix_outlives_an_update(bench: Any) -> None:
 
 @ELSEWHERE
 async def test_a_cache_that_is_not_dropped_would_be_seen(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: without the flush the label is right and the log-probs are not."""
+    """Show that the test above can fail: without the flush the label is right and the log-probs are wrong."""
     halt = bench.engine._halt
 
     async def keep(*, clear_cache: bool) -> None:
@@ -59,14 +59,14 @@ async def test_a_cache_that_is_not_dropped_would_be_seen(bench: Any, monkeypatch
 
 
 async def test_streamed_tokens_have_the_labels_of_their_weights(bench: Any) -> None:
-    heard: list[Token] = []
-    asking = asyncio.create_task(bench.engine.generate(bench.ask("stream", max_new_tokens=200), heard.append))
+    received: list[Token] = []
+    asking = asyncio.create_task(bench.engine.generate(bench.ask("stream", max_new_tokens=200), received.append))
     await bench.until_tokens(30)
     await bench.update(1, seed=1)
     sample = (await asking).samples[0]
     labels = [span.version for span in sample.spans for _ in range(span.start, span.end)]
     assert set(labels) == {0, 1}
-    assert [(token.token_id, token.version) for token in heard] == list(
+    assert [(token.token_id, token.version) for token in received] == list(
         zip(sample.token_ids[:-1], labels[:-1], strict=True)
     )
 
@@ -121,7 +121,7 @@ async def test_damaged_bytes_are_refused_by_the_process_that_reads_them(
 
 
 @ELSEWHERE
-async def test_a_staged_version_is_held_until_its_update_is_over(bench: Any, holders: Any) -> None:
+async def test_a_staged_version_is_held_until_its_update_ends(bench: Any, holders: Any) -> None:
     manifest = await asyncio.to_thread(bench.publish, 1, 1)
     way = await bench.engine.stage(manifest, None)
     assert (way.transport, way.fetched_bytes) == ("shm", 0)
@@ -151,7 +151,7 @@ async def test_memory_that_was_overwritten_before_the_commit_is_refused(bench: A
 
 
 def overwrite(path: Path) -> None:
-    """Another writer begins, whatever the lock says: the sequence of the slot rises."""
+    """Raise the sequence of a slot, as a writer does that ignores the lock."""
     with path.open("r+b") as file:
         file.seek(8)
         head = file.read(8)
@@ -162,7 +162,7 @@ def overwrite(path: Path) -> None:
 async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
     bench: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names are compared before anything is touched; here they are not, and the engine meets a strange one half-way."""
+    """The check of names is disabled here, so the engine meets an unknown name half-way through the load."""
     weights = list(bench.weights(1).items())
     strange = [*weights[: len(weights) // 2], ("model.layers.0.nobody.weight", torch.ones(3)), *weights]
     strange = list(dict(strange).items())
@@ -183,10 +183,10 @@ async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
 async def test_requests_that_cannot_be_ended_after_a_failed_load_get_no_more_tokens(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They would come from half-loaded weights. Ends the engine: the worker opens another one."""
+    """Such tokens would come from half-loaded weights. The test ends the engine."""
     engine = bench.engine
-    heard: list[Token] = []
-    asking = asyncio.create_task(engine.generate(bench.ask("cut"), heard.append))
+    received: list[Token] = []
+    asking = asyncio.create_task(engine.generate(bench.ask("cut"), received.append))
     await bench.until_tokens(20)
 
     async def fail(label: str) -> None:
@@ -200,18 +200,18 @@ async def test_requests_that_cannot_be_ended_after_a_failed_load_get_no_more_tok
         patch.setattr(engine._dispatch, "end_started", unreachable)
         with pytest.raises(WeightsError, match="half loaded"):
             await bench.update(1, seed=1)
-    known = len(heard)
+    known = len(received)
     with pytest.raises(Unavailable, match="half-loaded weights: out of reach"):
         await engine.health()
     assert not await settled(asking)
-    assert len(heard) == known
+    assert len(received) == known
     await engine.close()
     with pytest.raises(Unavailable):
         await asking
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
-    """True if a task ends within a moment."""
+    """Return True if a task ends within a moment."""
     done, _ = await asyncio.wait([task], timeout=0.3)
     return bool(done)
 
@@ -246,7 +246,7 @@ async def test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_s
 async def test_a_process_that_dies_in_an_update_serves_no_version_of_it(
     bench: Any, holders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process stands still while it loads, so that the update is half done when it dies. Ends the engine."""
+    """The test stops the process during the load and kills it half-way; this ends the engine."""
     engine, load = bench.engine, bench.engine._load
 
     async def torn(label: str) -> None:

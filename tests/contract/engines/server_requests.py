@@ -23,7 +23,7 @@ async def completion(bench: Any, name: str, **sampling: Any) -> Any:
 
 
 async def test_the_end_of_one_completion_ends_no_other(bench: Any) -> None:
-    """SGLang ends every request whose rid begins with the given one: serial numbers 1 and 10 must not meet."""
+    """SGLang ends every request whose rid begins with the given rid, so 1 must not be a prefix of 10."""
     tasks = [
         asyncio.create_task(bench.engine.generate(bench.ask(f"r{i}", max_new_tokens=120)))
         for i in range(bench.max_running)
@@ -34,8 +34,8 @@ async def test_the_end_of_one_completion_ends_no_other(bench: Any) -> None:
     assert ends == ["abort"] * 2 + ["length"] * (bench.max_running - 2)
 
 
-async def test_what_waits_in_the_server_ends_with_its_tokens(bench: Any) -> None:
-    """The server repeats the last token of a retracted completion when it is ended."""
+async def test_a_retracted_completion_ends_with_its_tokens(bench: Any) -> None:
+    """When a retracted completion is ended, the server repeats its last token; the engine must not count it."""
     task = asyncio.create_task(bench.engine.generate(bench.ask("held")))
     await bench.until_tokens(20)
     await bench.engine.pause("keep")
@@ -60,17 +60,17 @@ async def test_a_request_that_the_server_refuses_fails_alone(bench: Any, monkeyp
 
 
 async def test_likely_tokens_come_with_the_sampled_one(bench: Any) -> None:
-    heard: list[Token] = []
+    received: list[Token] = []
     request = bench.ask("top", max_new_tokens=8)
     request = type(request)(request_id="top", prompt_ids=request.prompt_ids, sampling=request.sampling, top_logprobs=2)
-    sample = (await bench.engine.generate(request, heard.append)).samples[0]
+    sample = (await bench.engine.generate(request, received.append)).samples[0]
     plain = bench.plain([*bench.prompt, *sample.token_ids])[len(bench.prompt) - 1 : -1]
     assert [row[0][0] for row in sample.top] == plain.argmax(-1).tolist()
-    assert [token.top for token in heard] == sample.top[:-1]
+    assert [token.top for token in received] == sample.top[:-1]
 
 
 async def test_a_server_that_dies_makes_the_engine_unavailable(bench: Any, settings: Any) -> None:
-    """The last test: it ends the server of the run."""
+    """This test must run last, because it ends the server of the run."""
     asking = asyncio.create_task(bench.engine.generate(bench.ask("lost")))
     await bench.until_tokens(5)
     server = psutil.Process(bench.engine._server._process.pid)

@@ -1,4 +1,4 @@
-"""Versions that a server reads from files, and its answers; runs after the contract."""
+"""Versions that a server reads from files, and the answers of the server; these tests run after the contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def completion(bench: Any, name: str, **sampling: Any) -> Any:
 
 @pytest.fixture
 def asked(bench: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Paths and bodies that the server is asked for from now on."""
+    """Return a list that collects the path and body of each POST to the server from now on."""
     found: list[tuple[str, dict[str, Any]]] = []
     post = bench.engine._post
 
@@ -54,7 +54,7 @@ async def test_an_update_retracts_and_drops_caches(bench: Any, asked: list[tuple
 
 
 async def test_a_cache_that_is_not_dropped_would_be_seen(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the flush the label is right and the log-probs are not."""
+    """Show that without the flush the label is right and the log-probs are wrong."""
     post = bench.engine._post
 
     async def keeping(path: str, body: dict[str, Any], *rest: Any) -> Any:
@@ -87,7 +87,7 @@ async def test_a_flush_that_is_refused_makes_the_engine_dirty(bench: Any, monkey
     await bench.fail_half_way(half_way, "could not drop its caches")
 
 
-async def test_a_staged_version_is_a_file_until_its_update_is_over(bench: Any, settings: Any) -> None:
+async def test_a_staged_version_is_a_file_until_its_update_ends(bench: Any, settings: Any) -> None:
     manifest = await asyncio.to_thread(bench.publish, 1, 1)
     way = await bench.engine.stage(manifest, None)
     assert (way.transport, way.fetched_bytes) == ("shm", 0)
@@ -131,7 +131,10 @@ async def test_a_file_that_is_not_what_was_announced_is_refused(
 
 @pytest.fixture
 async def joined(bench: Any, settings: Any) -> AsyncIterator[Callable[[], SglangEngine]]:
-    """Makes engines on a server that runs already, repeats what it told, and has other weights; see ``start``."""
+    """Yield a function that creates engines on a running server whose weights have another label.
+
+    The events of this server repeat earlier tokens.
+    """
     model = bench.engine.model
     words = [
         "-m", "sglang.launch_server",
@@ -141,18 +144,18 @@ async def joined(bench: Any, settings: Any) -> AsyncIterator[Callable[[], Sglang
     ]  # fmt: skip
     server = await EngineServer.start("SGLang", settings.sglang_interpreter, words, {})
     await server.ready("/server_info")
-    made: list[SglangEngine] = []
+    created: list[SglangEngine] = []
 
     def make() -> SglangEngine:
         engine = SglangEngine(
             model, SglangConfig(), settings.model_copy(update={"sglang_url": server.url}), max_running=8,
             stop_ids=[bench.eos], detokenize=str,
         )  # fmt: skip
-        made.append(engine)
+        created.append(engine)
         return engine
 
     yield make
-    for engine in made:
+    for engine in created:
         await engine.close()
     assert not server.is_gone, "a server that runs already is not ended"
     await server.close()
@@ -161,10 +164,10 @@ async def joined(bench: Any, settings: Any) -> AsyncIterator[Callable[[], Sglang
 async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(bench: Any, joined: Any) -> None:
     engine = joined()
     await engine.start()
-    heard: list[Token] = []
-    sample = (await engine.generate(bench.ask("joined", max_new_tokens=40), heard.append)).samples[0]
+    received: list[Token] = []
+    sample = (await engine.generate(bench.ask("joined", max_new_tokens=40), received.append)).samples[0]
     assert bench.error(sample) < 1e-4
-    assert [token.token_id for token in heard] == sample.token_ids[:-1]
+    assert [token.token_id for token in received] == sample.token_ids[:-1]
     with pytest.raises(Unavailable, match="another job"):
         await joined().start()
     await engine.pause("keep")

@@ -1,4 +1,4 @@
-"""The sampler serves the adapted policy: trainer and engine agree after an update, and a lost adapter would be seen."""
+"""Engines serve the adapted policy: their log-probs match the trainer's after an update, and a lost adapter is seen."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trainer_of(config: ModelConfig, seed: int = 0) -> LocalBackend:
 
 
 def train(backend: LocalBackend, steps: int = 3) -> None:
-    """Change the policy a lot: every log-prob moves."""
+    """Train some steps that change the policy so much that every log-prob moves."""
     columns = columns_of_rows([(PROMPT, [7, 8, 9, 10]), ([4], [20, 21, 22])])
     (microbatch,) = microbatches(columns, np.arange(2), 1000)
     for _ in range(steps):
@@ -109,7 +109,7 @@ async def test_the_engine_serves_the_adapted_policy(pair: Pair) -> None:
 
 
 async def test_an_update_that_is_acknowledged_and_ignored_is_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parity above can fail: labels say version 1, the weights are those of version 0."""
+    """Show that the parity test above can fail: labels name version 1, but the weights are those of version 0."""
     train(pair.trainer)
     monkeypatch.setattr(WeightUpdate, "commit", lambda update: None)
     await pair.publish()
@@ -119,7 +119,7 @@ async def test_an_update_that_is_acknowledged_and_ignored_is_seen(pair: Pair, mo
 
 
 async def test_an_adapter_that_is_loaded_and_not_computed_is_seen(engine: Engine) -> None:
-    """As above, for a decoder that computes the base alone: that is the reference policy."""
+    """Show the same for a decoder that computes only the base, which is the reference policy."""
     pair = Pair(trainer_of(CONFIG), engine)
     train(pair.trainer)
     await pair.publish()

@@ -1,4 +1,4 @@
-"""Every engine goes on with a completion that another engine began, as if it had not been interrupted."""
+"""Every engine continues a completion that another engine began, as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PROMPT = (20, 30, 40)
 
 
 def exact(bench: Any) -> bool:
-    """True if the random numbers depend on the index in the whole completion; a server counts from its prompt."""
+    """Return True if random numbers depend on the index in the whole completion; a server counts from its prompt."""
     return bench.engine.caps.staging != "reference"
 
 
 async def interrupted(bench: Any, request: GenRequest, num_tokens: int) -> Sample:
-    """The completion of a request that is aborted after some tokens."""
+    """Abort a request after at least ``num_tokens`` tokens; return its completion."""
     task = asyncio.create_task(bench.engine.generate(replace(request, request_id="interrupted")))
     await bench.until_tokens(num_tokens)
     await bench.engine.abort(["interrupted"])
@@ -39,7 +39,7 @@ async def completed(bench: Any, request: GenRequest, begun: Sample | None = None
 
 
 def cut(sample: Sample, num_tokens: int) -> Sample:
-    """The first tokens of a completion of version 0."""
+    """Return the first tokens of a completion of one version, as if it had been aborted."""
     [span] = sample.spans
     return Sample(
         token_ids=sample.token_ids[:num_tokens], logprobs=sample.logprobs[:num_tokens], finish="abort",
@@ -48,23 +48,23 @@ def cut(sample: Sample, num_tokens: int) -> Sample:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
-async def test_it_goes_on_as_if_it_had_not_been_interrupted(bench: Any, temperature: float) -> None:
+async def test_a_completion_continues_as_if_it_had_not_been_interrupted(bench: Any, temperature: float) -> None:
     request = bench.ask("one", prompt=PROMPT, temperature=temperature)
     whole = await completed(bench, request)
     begun = await interrupted(bench, request, 60)
-    heard: list[Token] = []
-    result = await bench.engine.generate(replace(request, begun=begun), heard.append)
+    received: list[Token] = []
+    result = await bench.engine.generate(replace(request, begun=begun), received.append)
     [sample] = result.samples
     num = len(begun.token_ids)
     assert (sample.token_ids[:num], sample.logprobs[:num]) == (begun.token_ids, begun.logprobs)
     assert (sample.finish, len(sample.token_ids), len(sample.spans)) == ("length", bench.length, 1)
-    assert [token.token_id for token in heard] == sample.token_ids[num:-1], "listeners have the rest already"
+    assert [token.token_id for token in received] == sample.token_ids[num:-1], "listeners have the rest already"
     assert bench.error(sample, prompt=PROMPT, temperature=temperature) < 1e-4
     if exact(bench) or temperature == 0:
         assert sample.token_ids == whole.token_ids
 
 
-async def test_spans_tell_the_versions_before_and_after(bench: Any) -> None:
+async def test_spans_name_the_versions_before_and_after(bench: Any) -> None:
     request = bench.ask("two")
     begun = await interrupted(bench, request, 40)
     first = begun.spans[0].weights

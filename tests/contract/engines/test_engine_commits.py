@@ -21,7 +21,7 @@ Make = Callable[[Attempt], Awaitable[Group]]
 
 
 def maker_of(bench: Any) -> Make:
-    """Makes the group of one ticket: completions of 240 tokens."""
+    """Return a function that generates the group of one ticket, with completions of 240 tokens."""
     config = JobConfig.parse(
         {
             "name": "commits",
@@ -44,7 +44,7 @@ def maker_of(bench: Any) -> Make:
 
 
 def versions(group: Group) -> list[set[int]]:
-    """Versions of each completion; all are whole."""
+    """Return the versions of each completion; none may have failed."""
     assert not group.failed.any()
     return [{int(v) for row, v, _, _ in group.spans if row == place} for place in range(group.num_trajectories)]
 
@@ -78,8 +78,8 @@ async def test_restart_repeats_the_ticket_under_the_new_version(bench: Any) -> N
         await bench.update(1, seed=1)
     group = await task
     assert versions(group) == [{1}] * SIZE
-    discarded, kept = attempts
-    assert kept is group
+    discarded, accepted = attempts
+    assert accepted is group
     assert discarded.failed.all()
     assert 0 < len(discarded.token_ids) == rule.discarded_tokens < SIZE * bench.length
     assert (discarded.draw, discarded.attempt != group.attempt) == (group.draw, True)

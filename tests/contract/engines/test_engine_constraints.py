@@ -1,4 +1,4 @@
-"""Answers of a given form: whatever the weights say, what ends by itself has it, and log-probs stay the policy's."""
+"""Answers of a given form: every answer that ends by itself has it, and log-probs stay those of the policy."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def test_an_answer_is_json_or_a_call_where_both_may_be(engine: Engine) -> 
     assert texts == {"t", "f", "<"}
 
 
-async def test_other_rows_are_what_they_are_without(engine: Engine) -> None:
+async def test_constrained_rows_do_not_change_others(engine: Engine) -> None:
     alone = await engine.generate(ask("alone", None, seed=5, n=3, ignore_eos=True))
     beside, *_ = await asyncio.gather(
         engine.generate(ask("beside", None, seed=5, n=3, ignore_eos=True)),
@@ -155,15 +155,15 @@ async def test_log_probs_are_those_of_the_policy(engine: Engine) -> None:
     assert (plain - torch.tensor(sample.logprobs)).abs().max() < 1e-4
 
 
-async def test_it_is_streamed_token_by_token_with_the_likeliest(engine: Engine) -> None:
-    told: list[int] = []
+async def test_an_answer_is_streamed_token_by_token_with_the_likeliest(engine: Engine) -> None:
+    received: list[int] = []
     request = GenRequest(
         request_id="a", prompt_ids=PROMPT, sampling=Sampling(max_new_tokens=LENGTH, seed=3), top_logprobs=3,
         constraint=form(PERSON),
     )  # fmt: skip
-    [sample] = (await engine.generate(request, lambda token: told.append(token.token_id))).samples
+    [sample] = (await engine.generate(request, lambda token: received.append(token.token_id))).samples
     await asyncio.sleep(0)
-    assert told == sample.token_ids[:-1]
+    assert received == sample.token_ids[:-1]
     assert [len(top) for top in sample.top] == [3] * len(sample.token_ids)
 
 
@@ -187,7 +187,7 @@ async def test_new_weights_in_the_middle_change_nothing_of_the_form(engine: Engi
     jsonschema_rs.validate(long, json.loads(text_of(sample)))
 
 
-async def test_a_begun_answer_is_gone_on_with(engine: Engine) -> None:
+async def test_a_begun_answer_is_continued(engine: Engine) -> None:
     tokenizer = build_tokenizer(CONFIG)
     begun = tokenizer.encode('{"name": "bo', add_special_tokens=False)
     request = GenRequest(
@@ -212,7 +212,7 @@ async def test_a_begun_answer_of_another_form_ends_at_once(engine: Engine) -> No
 
 
 @pytest.mark.parametrize(
-    ("schema", "says"),
+    ("schema", "words"),
     [
         ({"type": "strin"}, "strin"),
         ({"$ref": "#/$defs/nowhere"}, "nowhere"),
@@ -223,12 +223,12 @@ async def test_a_begun_answer_of_another_form_ends_at_once(engine: Engine) -> No
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_a_schema_that_cannot_be_kept_to_is_refused(engine: Engine, schema: Any, says: str) -> None:
+async def test_a_schema_that_cannot_be_kept_to_is_refused(engine: Engine, schema: Any, words: str) -> None:
     constraint = Constraint(asked_by="response_format", json_schema=json.dumps(schema))
-    with pytest.raises(ConstraintError, match=says) as error:
+    with pytest.raises(ConstraintError, match=words) as error:
         await engine.prepare(constraint)
     assert "<state>" not in str(error.value)
-    with pytest.raises(ConstraintError, match=says):
+    with pytest.raises(ConstraintError, match=words):
         await engine.generate(ask("a", constraint))
     assert (await engine.health())["running"] == 0
 
@@ -278,7 +278,7 @@ async def test_a_form_is_compiled_once() -> None:
     await grammars.close()
 
 
-async def test_who_waits_for_the_forms_of_others_is_asked_to_come_again(
+async def test_a_request_that_waits_for_other_forms_is_asked_to_retry(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
@@ -292,10 +292,10 @@ async def test_who_waits_for_the_forms_of_others_is_asked_to_come_again(
     monkeypatch.setattr(constraint, "_compiled", slow)
     monkeypatch.setattr(constraint, "COMPILE_S", 0.2)
     forms = [form({"type": "integer", "minimum": low}) for low in range(constraint.MAX_PENDING + 1)]
-    told = await asyncio.gather(*map(engine.prepare, forms), return_exceptions=True)
-    assert [type(error) for error in told[: constraint.AT_ONCE]] == [ConstraintError] * constraint.AT_ONCE
-    assert {type(error) for error in told[constraint.AT_ONCE :]} == {Unavailable}
-    assert "wait to be compiled" in str(told[-1])
+    results = await asyncio.gather(*map(engine.prepare, forms), return_exceptions=True)
+    assert [type(error) for error in results[: constraint.AT_ONCE]] == [ConstraintError] * constraint.AT_ONCE
+    assert {type(error) for error in results[constraint.AT_ONCE :]} == {Unavailable}
+    assert "wait to be compiled" in str(results[-1])
     go_on.set()
     monkeypatch.setattr(constraint, "COMPILE_S", 20.0)
     await engine.prepare(forms[0])

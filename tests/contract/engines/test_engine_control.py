@@ -1,4 +1,4 @@
-"""Pause, abort, sleep: what runs, what waits, what comes back."""
+"""Pause, abort and sleep: their effect on running and waiting requests, and the return to work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.shared.errors import Unavailable
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
-    """True if a task ends within a moment."""
+    """Return True if a task ends within a moment."""
     done, _ = await asyncio.wait([task], timeout=0.05)
     return bool(done)
 
@@ -30,13 +30,13 @@ async def test_abort_answers_with_what_is_there(bench: Any) -> None:
 
 
 async def test_abort_of_all_reaches_what_waits(bench: Any) -> None:
-    heard: set[int] = set()
+    started: set[int] = set()
     requests = [bench.ask(str(i), n=bench.max_running) for i in range(2)]
     tasks = [
-        asyncio.create_task(bench.engine.generate(each, lambda token: heard.add(token.index))) for each in requests
+        asyncio.create_task(bench.engine.generate(each, lambda token: started.add(token.index))) for each in requests
     ]
     async with asyncio.timeout(60):
-        while len(heard) < bench.max_running:  # a server receives the completions one by one
+        while len(started) < bench.max_running:  # a server receives the completions one by one
             await asyncio.sleep(0.001)
     assert await bench.engine.abort() == 2
     running, waiting = [(await task).samples for task in tasks]

@@ -1,4 +1,4 @@
-"""The flush of the embedded engine keeps log-probs true: no other engine shows that from outside."""
+"""Internals of the embedded engine: caches, rows and divided prompts that other engines do not show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.shared.models import build_model
 
 
 async def crossing_error(bench: Any) -> float:
-    """Deviation of a sample that a weight update crosses."""
+    """Return the deviation of the log-probs of a sample that a weight update crosses."""
     task = asyncio.create_task(bench.engine.generate(bench.ask("crossing")))
     await bench.until_tokens(60)
     await bench.update(1, seed=1)
@@ -82,7 +82,7 @@ async def test_rows_that_are_not_finite_leave_nothing_when_they_are_cut_off(benc
     await asyncio.gather(*broken)
 
 
-async def test_a_step_that_fails_is_reported_to_everybody(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_fails_is_reported_to_all_requests(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     task = asyncio.create_task(bench.engine.generate(bench.ask("victim")))
     await bench.until_tokens(10)
 
@@ -99,7 +99,7 @@ async def test_a_step_that_fails_is_reported_to_everybody(bench: Any, monkeypatc
 
 
 async def test_a_bf16_model_that_is_loaded_beside_it_changes_nothing(bench: Any) -> None:
-    """transformers changes the default dtype of the whole process meanwhile."""
+    """While transformers loads such a model, it changes the default dtype of the whole process."""
     asked = {"temperature": 0.7, "top_p": 0.9, "logit_bias": ((5, 0.3),), "max_new_tokens": 40}
     alone = (await bench.engine.generate(bench.ask("alone", **asked))).samples[0]
     torch.set_default_dtype(torch.bfloat16)
@@ -132,7 +132,7 @@ def test_an_architecture_that_is_not_decoded_is_named() -> None:
 
 @pytest.fixture
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Orders in which rows were put."""
+    """Return a list that collects each order of ``Rows.rearrange``."""
     seen: list[list[int]] = []
     rearrange = Rows.rearrange
 
@@ -189,10 +189,10 @@ async def test_a_torn_pass_takes_nothing_from_the_one_before(bench: Any, monkeyp
 
 @pytest.mark.long
 @pytest.mark.parametrize("room", [4, 5, 7, 16])
-async def test_long_prompts_are_divided_and_hold_up_nobody(
+async def test_long_prompts_are_divided_and_delay_no_running_completion(
     bench: Any, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """Groups that share a prompt, prompts that share a beginning, and short ones, beside a completion that runs."""
+    """Requests with shared, partly shared and short prompts arrive while a completion runs."""
     prompts = [[(3 * i + 5 * j) % 50 for j in range(length)] for i, length in enumerate((23, 2, 40, 9))]
     prompts.append([*prompts[2][:30], 1, 2, 3])
     asked = [
@@ -210,7 +210,7 @@ async def test_long_prompts_are_divided_and_hold_up_nobody(
     divided = await asyncio.gather(*map(bench.engine.generate, asked))
     [sample] = (await long).samples
     assert max(passes[before:]) <= room + bench.max_running
-    assert len(passes) == bench.length, "every pass gave the completion that ran one of its tokens"
+    assert len(passes) == bench.length, "every pass sampled a token of the running completion"
     assert bench.error(sample) < 1e-4
     for request, one, other in zip(asked, whole, divided, strict=True):
         for first, second in zip(one.samples, other.samples, strict=True):

@@ -33,9 +33,9 @@ Start = Callable[..., Awaitable[EmbeddedEngine]]
 
 
 def model_of(seed: int, *, rounded: bool = False) -> PreTrainedModel:
-    """Confident predictions, and routers that are nearly undecided: a small error sends tokens elsewhere.
+    """Return a model with confident predictions and nearly undecided routers: small errors change a token's experts.
 
-    ``rounded``: the routers have the precision of bfloat16.
+    With ``rounded`` the routers have the precision of bfloat16.
     """
     model = build_model(CONFIG, len(build_tokenizer(CONFIG)), seed=seed)
     noise = torch.Generator().manual_seed(seed)
@@ -75,7 +75,7 @@ def ask(id: str, *, n: int = 1, tokens: int = 60) -> GenRequest:
 
 @torch.no_grad()
 def by_trainer(model: PreTrainedModel, sample: Sample, table: Tensor | None) -> Tensor:
-    """The trainer's log-probs of a sample."""
+    """Return the log-probs of a sample that the trainer computes; ``table`` replays the router."""
     ids = [*PROMPT, *sample.token_ids]
     select = torch.arange(len(PROMPT) - 1, len(ids) - 1)
     logprobs, _ = selected_logprobs(
@@ -129,7 +129,7 @@ def routes_of(model: PreTrainedModel, ids: list[int]) -> np.ndarray:
 
 
 async def test_replay_closes_the_gap_that_a_perturbed_router_opens(start: Start) -> None:
-    """A sampler with rounded routers: without replay tokens go to other experts, with it only the weights differ."""
+    """The sampler's routers are rounded: without replay tokens go to other experts, with it only weights differ."""
     engine, trainer = await start(model_of(0, rounded=True)), model_of(0)
     samples = (await engine.generate(ask("a", n=6, tokens=200))).samples
     own = torch.cat([error(trainer, sample, replay=False) for sample in samples])
@@ -177,7 +177,7 @@ async def test_nothing_is_recorded_unless_asked(start: Start) -> None:
 
 
 async def test_a_table_that_misses_its_tokens_is_seen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replay test above can fail: a recorder that is one token late does not close the gap."""
+    """Show that the replay test above can fail: a recorder that is one token late does not close the gap."""
     from penstock.services.rollout.engines.embedded.routes import RouteTable
 
     write = RouteTable.write

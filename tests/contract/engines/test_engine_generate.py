@@ -1,4 +1,4 @@
-"""Every engine owes its callers exact log-probs, reproducible samples and honest ends."""
+"""Every engine returns exact log-probs, reproducible samples and correct finish reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that go on from one another: what was computed is used again, and never after an update."""
+"""Sessions of requests: each turn reuses the cache of the turn before, and never after an update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.services.rollout.engines.sampling import draw
 from penstock.shared.protocol.generation import GenRequest, Sample
 
 STOPS = tuple(range(5, 25))
-TOLD = (30, 31, 32, 33, 34, 35, 36)
+APPENDED = (30, 31, 32, 33, 34, 35, 36)
 """Tokens appended between two turns, cut to different lengths."""
 
 
@@ -28,7 +28,7 @@ def turn(
 
 
 async def play(bench: Any, name: str, seed: int, *, session: bool = True, between: Any = None) -> list[Sample]:
-    """Three turns of one session, or the same as requests of their own."""
+    """Generate three turns, in one session or as separate requests; return their samples."""
     prompt, samples = list(bench.prompt), []
     for number in range(3):
         request = turn(bench, name, prompt, number, last=number == 2, seed=seed + number, temperature=0.9)
@@ -37,7 +37,7 @@ async def play(bench: Any, name: str, seed: int, *, session: bool = True, betwee
         [sample] = (await bench.engine.generate(request)).samples
         samples.append(sample)
         assert bench.error(sample, prompt=prompt, temperature=0.9, seeds=(0, 1)) < 1e-4
-        prompt += [*sample.token_ids, *TOLD[: 1 + (seed + number) % 7]]
+        prompt += [*sample.token_ids, *APPENDED[: 1 + (seed + number) % 7]]
         if between is not None:
             await between(number)
     return samples
@@ -45,7 +45,7 @@ async def play(bench: Any, name: str, seed: int, *, session: bool = True, betwee
 
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each computation that went on from what was held."""
+    """Return a list that collects the number of rows of each computation on a held cache."""
     seen: list[int] = []
     extending = parts.extending
 
@@ -82,7 +82,7 @@ async def test_nothing_held_outlives_an_update(bench: Any, extensions: list[int]
 async def test_nothing_is_held_of_a_cache_that_was_just_zeroed(
     bench: Any, extensions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows end in one step, the first with a log-prob that is not finite: the other's cache is gone, too."""
+    """Two rows end in one step, the first with a log-prob that is not finite: the cache of the other is zeroed, too."""
 
     def poisoned(logits_RV: Tensor, how: Any) -> tuple[Tensor, Tensor]:
         token_R, logprob_R = draw(logits_RV, how)
@@ -98,7 +98,7 @@ async def test_nothing_is_held_of_a_cache_that_was_just_zeroed(
     broken, whole = [result.samples[0] for result in await asyncio.gather(*map(bench.engine.generate, requests))]
     assert math.isnan(broken.logprobs[0])
     assert (whole.finish, len(whole.token_ids)) == ("stop", 1)
-    prompt = [*bench.prompt, *whole.token_ids, *TOLD]
+    prompt = [*bench.prompt, *whole.token_ids, *APPENDED]
     [after] = (await bench.engine.generate(turn(bench, "whole", prompt, 1))).samples
     assert bench.error(after, prompt=prompt) < 1e-4
     assert extensions == []
@@ -113,13 +113,13 @@ async def test_another_prompt_under_the_same_name_is_computed_whole(bench: Any, 
 
 
 async def test_old_sessions_make_room(bench: Any, extensions: list[int]) -> None:
-    """More sessions than the engine holds: the oldest are computed again, and right."""
+    """With more sessions than the engine holds, the oldest are computed again, correctly."""
     number = 2 * bench.max_running
     first = [
         (await bench.engine.generate(turn(bench, f"s{i}", bench.prompt, 0, seed=i))).samples[0] for i in range(number)
     ]
     for i, sample in enumerate(first):
-        prompt = [*bench.prompt, *sample.token_ids, *TOLD[:2]]
+        prompt = [*bench.prompt, *sample.token_ids, *APPENDED[:2]]
         [after] = (await bench.engine.generate(turn(bench, f"s{i}", prompt, 1, last=True, seed=i))).samples
         assert bench.error(after, prompt=prompt) < 1e-4
     stopped = sum(sample.finish == "stop" for sample in first[-bench.max_running :])

@@ -1,4 +1,4 @@
-"""The contract of rollout engines over HTTP: with a server that stands in for SGLang, and on a GPU with SGLang."""
+"""The contract of rollout engines over HTTP, with a stand-in for SGLang's server, and on a GPU with SGLang."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ FILES = ("reference_updates.py", "sglang_updates.py", "server_requests.py")
 SLOTS = tuple(
     f"reference_updates.py::{name}"
     for name in (
-        "test_a_cache_that_is_not_dropped_would_be_seen", "test_a_staged_version_is_held_until_its_update_is_over",
+        "test_a_cache_that_is_not_dropped_would_be_seen", "test_a_staged_version_is_held_until_its_update_ends",
         "test_memory_that_was_overwritten_before_the_commit_is_refused",
         "test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_says_so",
         "test_a_process_that_dies_in_an_update_serves_no_version_of_it",
     )
 )  # fmt: skip
-"""Of engines that keep a slot open: a server reads a file, which the worker wrote; see ``sglang_updates.py``."""
+"""Tests of engines that keep a slot open; SGLang's server reads a file of the worker: see ``sglang_updates.py``."""
 OWN = ("sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",)
-"""Starts a second server, for which a GPU may have no room."""
+"""A test that starts a second server, for which a GPU may have no room."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Every engine reports while it decodes: tokens as they are sampled, the likeliest others, log-probs of a text."""
+"""Every engine streams tokens as they are sampled, with the likeliest alternatives, and scores texts meanwhile."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CLOSE = 1e-4
 
 
 async def test_tokens_arrive_one_by_one_and_the_last_one_with_the_result(bench: Any) -> None:
-    told: list[list[Token]] = [[], []]
+    received: list[list[Token]] = [[], []]
 
     def listen(request: int, token: Token) -> None:
-        told[request].append(token)
+        received[request].append(token)
 
     async def ask(request: int) -> GenResult:
         asked = bench.ask(f"s{request}", n=2, max_new_tokens=20 + 9 * request, seed=request)
@@ -29,7 +29,7 @@ async def test_tokens_arrive_one_by_one_and_the_last_one_with_the_result(bench: 
     silent = asyncio.create_task(bench.engine.generate(bench.ask("silent", max_new_tokens=40)))
     results = await asyncio.gather(ask(0), ask(1))
     await silent
-    for tokens, result in zip(told, results, strict=True):
+    for tokens, result in zip(received, results, strict=True):
         for index, sample in enumerate(result.samples):
             mine = [token for token in tokens if token.index == index]
             assert [token.token_id for token in mine] == sample.token_ids[:-1]
@@ -37,14 +37,14 @@ async def test_tokens_arrive_one_by_one_and_the_last_one_with_the_result(bench: 
             assert {token.version for token in mine} == {0}
 
 
-async def test_told_tokens_carry_the_version_that_made_them(bench: Any) -> None:
-    told: list[Token] = []
-    task = asyncio.create_task(bench.engine.generate(bench.ask("swapped"), told.append))
+async def test_streamed_tokens_carry_the_version_that_sampled_them(bench: Any) -> None:
+    received: list[Token] = []
+    task = asyncio.create_task(bench.engine.generate(bench.ask("swapped"), received.append))
     await bench.until_tokens(30)
     await bench.update(1, seed=1)
     sample = (await task).samples[0]
     labels = [span.version for span in sample.spans for _ in range(span.start, span.end)]
-    assert [token.version for token in told] == labels[:-1]
+    assert [token.version for token in received] == labels[:-1]
     assert set(labels) == {0, 1}
 
 
@@ -52,11 +52,11 @@ async def test_told_tokens_carry_the_version_that_made_them(bench: Any) -> None:
 async def test_the_likeliest_tokens_stand_beside_the_sampled_one(bench: Any, temperature: float) -> None:
     asked = replace(bench.ask("top", max_new_tokens=12, temperature=temperature), top_logprobs=3)
     plain = bench.engine.generate(bench.ask("plain", max_new_tokens=30))
-    told: list[Token] = []
-    result, other = await asyncio.gather(bench.engine.generate(asked, told.append), plain)
+    received: list[Token] = []
+    result, other = await asyncio.gather(bench.engine.generate(asked, received.append), plain)
     sample = result.samples[0]
     assert [len(top) for top in sample.top] == [3] * 12
-    assert [token.top for token in told] == sample.top[:-1]
+    assert [token.top for token in received] == sample.top[:-1]
     assert other.samples[0].top == []
     logits_TV = bench.plain([*bench.prompt, *sample.token_ids])[len(bench.prompt) - 1 : -1]
     expected = torch.log_softmax(logits_TV / temperature, -1).topk(3, -1)

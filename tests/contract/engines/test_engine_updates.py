@@ -1,4 +1,4 @@
-"""Weight updates under load: every token is labelled with the weights that made it, and no cache outlives them."""
+"""Weight updates under load: each token has the label of the weights that sampled it, and no cache outlives them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.shared.errors import Conflict, WeightsError
 from penstock.shared.protocol.generation import WeightInfo
 
 TENSORS = pytest.mark.usefixtures("by_tensors")
-"""Tests of engines that open versions by themselves are in ``reference_updates.py``."""
+"""Marks tests of engines that receive tensors; the others have ``reference_updates.py``."""
 MODES = pytest.mark.parametrize("mode", ["swap", "in_place"])
 
 
@@ -47,7 +47,7 @@ async def test_a_version_without_tokens_leaves_no_span(bench: Any) -> None:
 
 @TENSORS
 async def test_tokens_tell_apart_weights_that_had_the_same_version(bench: Any) -> None:
-    """A trainer was replaced, and its successor made another policy of that number."""
+    """The successor of a replaced trainer created another policy with the same version number."""
     task = asyncio.create_task(bench.engine.generate(bench.ask("ghost")))
     await bench.update(1, seed=1, digest="1" * 32)
     await bench.until_tokens(20)

@@ -1,4 +1,4 @@
-"""The contract of rollout engines for vLLM, in its interpreter and over HTTP: the tests of the embedded engine."""
+"""The tests of the embedded engine, run for vLLM in its interpreter and for its HTTP server."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import penstock
 pytestmark = [pytest.mark.long, pytest.mark.vllm]
 
 TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig")
-"""Pure Python; the interpreter of an engine has none of them."""
+"""Packages of pure Python that the tests need and the interpreter of an engine lacks."""
 LIMIT_S = 2400
 
 
 def linked(folder: Path) -> Path:
-    """A folder from which that interpreter imports this code and the tools of the tests."""
+    """Create a folder from which the interpreter of vLLM imports this code and the tools of the tests; return it."""
     folder.mkdir()
     (folder / "penstock").symlink_to(Path(penstock.__file__).parent, target_is_directory=True)
     for name in TOOLS:
@@ -46,7 +46,7 @@ def test_vllm_keeps_the_contract(
 def test_the_server_of_vllm_keeps_the_contract(
     python_with: Callable[[str], Path], run_contract: Callable[..., None]
 ) -> None:
-    """Here the tests and the adapter run in this interpreter, and only the server in that of vLLM."""
+    """The tests and the adapter run in this interpreter, and only the server in that of vLLM."""
     files = ["reference_updates.py", "vllm_server_updates.py", "server_requests.py"]
     environment = {"PENSTOCK_VLLM_PYTHON": str(python_with("vllm")), "OMP_NUM_THREADS": "1"}
     run_contract("vllm_server", Path(sys.executable), files, environment, limit_s=LIMIT_S)

@@ -1,4 +1,4 @@
-"""Updates of a vLLM that is an HTTP server: what it is asked for, and what it says when it fails."""
+"""Updates of vLLM's HTTP server: the requests that the adapter sends, and failures of the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def completion(bench: Any, name: str, **sampling: Any) -> Any:
 
 
 async def test_an_update_is_proved_by_its_digest_and_label(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every control call and its order; the label that the server echoes is that of the published bytes."""
+    """Check every control call and its order; the server echoes the label of the published bytes."""
     asked: list[tuple[str, dict[str, Any]]] = []
     post: Post = bench.engine._post
 
@@ -64,10 +64,10 @@ async def test_a_server_that_echoes_another_label_is_dirty(bench: Any, monkeypat
     assert bench.error(await completion(bench, "clean"), seeds=(0, 1, 2)) < 1e-4
 
 
-async def test_caches_that_the_server_says_it_kept_make_the_engine_dirty(
+async def test_caches_that_the_server_did_not_drop_make_the_engine_dirty(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With status 200: blocks of a completion that was not preempted are held."""
+    """The server answers 200, but holds blocks of a completion that was not preempted."""
     post: Post = bench.engine._post
 
     async def holding(path: str, body: dict[str, Any], *rest: Any) -> Any:
@@ -85,7 +85,7 @@ async def test_caches_that_the_server_says_it_kept_make_the_engine_dirty(
 async def test_a_server_that_is_killed_in_an_update_serves_no_version_of_it(
     bench: Any, holders: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that loads stands still, so that the update is half done when the server dies. Ends the engine."""
+    """The test stops the loading process and kills the server half-way; this ends the engine."""
     engine, post = bench.engine, bench.engine._post
     server = psutil.Process(engine._server._process.pid)
     family = [server, *server.children(recursive=True)]

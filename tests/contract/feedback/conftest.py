@@ -1,4 +1,4 @@
-"""The real application over a real bus, with online jobs that nobody leads: what is tested is how feedback gets in."""
+"""The real application over a real bus, with online jobs and no leader: tests check how the API handles feedback."""
 
 from __future__ import annotations
 
@@ -54,14 +54,16 @@ def online_job(name: str = "policy") -> dict[str, Any]:
     }
 
 
-class Desk:
-    """A coordinator's front, and what tests look at behind it."""
+class LiveDeployment:
+    """A coordinator's HTTP application, and the parts behind it that tests inspect."""
 
-    def __init__(self, bus: Bus, client: httpx.AsyncClient, desk: FeedbackService, store: JobStore, job: str) -> None:
-        self.bus, self.client, self.desk, self.store, self.job = bus, client, desk, store, job
+    def __init__(
+        self, bus: Bus, client: httpx.AsyncClient, service: FeedbackService, store: JobStore, job: str
+    ) -> None:
+        self.bus, self.client, self.service, self.store, self.job = bus, client, service, store, job
 
     def new_id(self) -> str:
-        """An id as the gateway gives it out."""
+        """Return a new id of an interaction or episode of the job, as the gateway creates it."""
         return new_marked_id(self.job)
 
     async def post(self, body: Any, **headers: str) -> httpx.Response:
@@ -69,7 +71,7 @@ class Desk:
         return await self.client.post("/v1/feedback", json=body, headers=names)
 
     async def accept(self, **body: Any) -> dict[str, Any]:
-        """Post a verdict that must be taken; the reply."""
+        """Post feedback, which the API must accept; return the body of the reply."""
         reply = await self.post({"inference_id": self.new_id(), "metric_name": "accepted", "value": True, **body})
         assert reply.status_code == 202, reply.text
         return dict(reply.json())
@@ -80,7 +82,7 @@ class Desk:
         return dict(reply.json())
 
     async def until(self, ask: Callable[[], Any], what: str) -> Any:
-        """Wait for something true."""
+        """Await ``ask()`` until its result is true; return the result. ``what`` names it if the wait fails."""
         end = time.monotonic() + DEADLINE_S
         while not (found := await ask()):
             assert time.monotonic() < end, f"no {what} within {DEADLINE_S:g} s"
@@ -88,7 +90,7 @@ class Desk:
         return found
 
     async def stored(self) -> list[list[Feedback]]:
-        """Items in FEEDBACK, message by message."""
+        """Return the items of each message in FEEDBACK."""
         messages = await self.bus.read(subjects.FEEDBACK, "feedback.*")
         whole = await self.bus.get_whole(subjects.FEEDBACK, [message.seq for message in messages])
         return [unpack(whole[m.seq].data, FeedbackBatch)[0].items for m in messages]
@@ -96,16 +98,16 @@ class Desk:
     async def items(self) -> list[Feedback]:
         return [item for batch in await self.stored() for item in batch]
 
-    async def decide(self, *fates: FeedbackStatus) -> None:
-        """Say what became of items, as the leader would."""
-        await self.bus.publish(subjects.decisions(self.job), pack(StatusBatch(items=list(fates)), job=self.job))
+    async def decide(self, *statuses: FeedbackStatus) -> None:
+        """Publish the statuses of items, as the leader would."""
+        await self.bus.publish(subjects.decisions(self.job), pack(StatusBatch(items=list(statuses)), job=self.job))
 
     async def record(self, user: str = "", text: str = "an answer", id: str = "", **more: Any) -> Interaction:
-        """An interaction, as a worker would record it; ``more``: other fields of it."""
+        """Record an interaction, as a rollout worker would; ``more`` sets other fields of it."""
         now = time.time()
         found = Interaction(
             id=id or self.new_id(), request="r", index=0, job=self.job, key_id="local",
-            user=self.desk.pseudonyms.of(user), split="train", untrainable="", prompt_ids=[1, 2], token_ids=[3, 4],
+            user=self.service.pseudonyms.of(user), split="train", untrainable="", prompt_ids=[1, 2], token_ids=[3, 4],
             logprobs=[-0.5, -0.25], spans=[Span(3, 0, 2)], sampling=Sampling(max_new_tokens=8), finish="stop",
             template="t", body_digest="d", text=text, started=now, first_token=now,
             **{"episode": self.new_id(), "ended": now, **more},
@@ -116,36 +118,36 @@ class Desk:
         return found
 
 
-Open = Callable[..., contextlib.AbstractAsyncContextManager[Desk]]
+Open = Callable[..., contextlib.AbstractAsyncContextManager[LiveDeployment]]
 
 
 @pytest.fixture(autouse=True)
-def _nobody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ledgers are written by hand here: no leader lets go of what a deletion would wait for."""
+def _no_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let deletions wait for no leader: none runs, because tests write the ledgers by hand."""
     monkeypatch.setattr(service_module, "RELEASED_S", 0.0)
 
 
 @pytest.fixture
-def open_desk(bus: Bus, tmp_path: Path) -> Open:
-    """Opens coordinators' fronts over one bus; keyword arguments are settings."""
+def open_live(bus: Bus, tmp_path: Path) -> Open:
+    """Return a function that runs a deployment; all of them share one bus. Keyword arguments are settings."""
 
     @contextlib.asynccontextmanager
-    async def build(data_dir: Path | None = None, **more: Any) -> AsyncIterator[Desk]:
+    async def build(data_dir: Path | None = None, **more: Any) -> AsyncIterator[LiveDeployment]:
         settings = ServiceSettings(data_dir=data_dir or tmp_path, rate_limit="1000000/minute", **more)
         store = JobStore(bus)
-        desk = FeedbackService(bus, store, settings.data_dir)
+        service = FeedbackService(bus, store, settings.data_dir)
         services = build_services(bus, store, Members(), {}, settings)
-        gateway = Gateway(bus, "api-0", pseudonym=desk.pseudonyms.of, consent_of=desk.consents.of)
-        app = create_app(services, desk=desk, serving=gateway)
-        running = asyncio.gather(desk.run(), desk.finish_deletions(), gateway.run())
+        gateway = Gateway(bus, "api-0", pseudonym=service.pseudonyms.of, consent_of=service.consents.of)
+        app = create_app(services, feedback_service=service, serving=gateway)
+        running = asyncio.gather(service.run(), service.finish_deletions(), gateway.run())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         jobs = (await store.index()).all() or [await store.create(parse_job(online_job()))]
-        await desk.pseudonyms.load()
-        await asyncio.wait_for(desk.index._caught_up.wait(), DEADLINE_S)
+        await service.pseudonyms.load()
+        await asyncio.wait_for(service.index._caught_up.wait(), DEADLINE_S)
         try:
             client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
             async with app.router.lifespan_context(app), client:
-                yield Desk(bus, client, desk, store, jobs[0].id)
+                yield LiveDeployment(bus, client, service, store, jobs[0].id)
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
@@ -154,18 +156,18 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
 
 
 @pytest.fixture
-async def desk(open_desk: Open) -> AsyncIterator[Desk]:
-    """One front and one online job."""
-    async with open_desk() as opened:
+async def live(open_live: Open) -> AsyncIterator[LiveDeployment]:
+    """Run one deployment with one online job."""
+    async with open_live() as opened:
         yield opened
 
 
 @pytest.fixture
-async def url(desk: Any) -> Any:
-    """The desk's application on a port of its own."""
+async def url(live: Any) -> Any:
+    """Serve the application of ``live`` on a port of its own; yield the URL."""
     server = uvicorn.Server(
         uvicorn.Config(
-            desk.client._transport.app, port=0, log_level="error", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S
+            live.client._transport.app, port=0, log_level="error", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S
         )
     )
     serving = asyncio.create_task(server.serve())

@@ -20,7 +20,7 @@ ROOT = {"authorization": "Bearer root"}
 
 
 def steps(job: str) -> list[tuple[str, str, Any, int]]:
-    """Method, path, body and status of what is done in turn."""
+    """Return the requests to send in this order, as (method, path, body, expected status)."""
     at = f"/v1/jobs/{job}"
     return [
         ("POST", f"{at}/promote", {"version": 0}, 202),
@@ -38,61 +38,61 @@ def steps(job: str) -> list[tuple[str, str, Any, int]]:
     ]
 
 
-async def test_what_was_done_names_the_key_that_did_it(open_desk: Any) -> None:
-    async with open_desk(api_keys="root") as desk:
-        made = (await desk.client.post("/v1/keys", json={"name": "ops", "scopes": ["admin"]}, headers=ROOT)).json()
-        ops = {"authorization": f"Bearer {made['key']}"}
-        wanted = steps(desk.job)
+async def test_a_record_names_the_key_that_sent_the_request(open_live: Any) -> None:
+    async with open_live(api_keys="root") as live:
+        created = (await live.client.post("/v1/keys", json={"name": "ops", "scopes": ["admin"]}, headers=ROOT)).json()
+        ops = {"authorization": f"Bearer {created['key']}"}
+        wanted = steps(live.job)
         for method, path, body, status in wanted:
-            reply = await desk.client.request(method, path, json=body, headers=ops)
+            reply = await live.client.request(method, path, json=body, headers=ops)
             assert reply.status_code == status, (path, reply.text)
-        rows = (await desk.client.get(f"/v1/audit-log?key={made['id']}&limit=100", headers=ROOT)).json()["data"]
+        rows = (await live.client.get(f"/v1/audit-log?key={created['id']}&limit=100", headers=ROOT)).json()["data"]
         templates = [
-            path.partition("?")[0].replace(desk.job, "{job_id}").replace("alice", "{user}") for _, path, _, _ in wanted
+            path.partition("?")[0].replace(live.job, "{job_id}").replace("alice", "{user}") for _, path, _, _ in wanted
         ]
         expected = [(method, place, status) for (method, _, _, status), place in zip(wanted, templates, strict=True)]
         assert [(row["method"], row["route"], row["status"]) for row in reversed(rows)] == expected
-        assert {row["job"] for row in rows} == {desk.job, ""}
-        erased = desk.desk.pseudonyms.of("alice")
+        assert {row["job"] for row in rows} == {live.job, ""}
+        erased = live.service.pseudonyms.of("alice")
         assert [row["path"] for row in rows if "users" in row["route"]] == [{"user": erased}] * 2
-        stored = b"".join(message.data for message in await desk.bus.read(subjects.AUDIT, "audit.>"))
+        stored = b"".join(message.data for message in await live.bus.read(subjects.AUDIT, "audit.>"))
         assert b"alice" not in stored
-        assert made["key"].encode() not in stored
+        assert created["key"].encode() not in stored
 
-        of_job = (await desk.client.get(f"/v1/audit-log?job={desk.job}&limit=100", headers=ROOT)).json()["data"]
+        of_job = (await live.client.get(f"/v1/audit-log?job={live.job}&limit=100", headers=ROOT)).json()["data"]
         assert of_job == [row for row in rows if row["job"]]
-        record = (await desk.client.get(f"/v1/jobs/{desk.job}", headers=ROOT)).json()
+        record = (await live.client.get(f"/v1/jobs/{live.job}", headers=ROOT)).json()
         assert {(one["kind"], one["by"]) for one in record["operations"]} == {
-            (kind, made["id"]) for kind in ("promote", "rollback", "checkpoint")
+            (kind, created["id"]) for kind in ("promote", "rollback", "checkpoint")
         }
-        events = (await desk.client.get(f"/v1/jobs/{desk.job}/events", headers=ROOT)).json()["data"]
+        events = (await live.client.get(f"/v1/jobs/{live.job}/events", headers=ROOT)).json()["data"]
         asked = [event for event in events if event["type"] == "asked"]
         actions = ["promote", "rollback", "checkpoint", "amend", "pause", "resume", "cancel"]
         assert [event["data"]["action"] for event in asked] == actions, "a second pause changes nothing"
-        assert {event["data"]["by"] for event in asked} == {made["id"]}
-        assert asked[0]["message"] == f"promote (version 0), by key {made['id']}"
-        assert asked[3]["message"] == f"amend metadata.a, by key {made['id']}"
+        assert {event["data"]["by"] for event in asked} == {created["id"]}
+        assert asked[0]["message"] == f"promote (version 0), by key {created['id']}"
+        assert asked[3]["message"] == f"amend metadata.a, by key {created['id']}"
 
 
-async def test_agents_and_those_who_may_not_leave_nothing(open_desk: Any) -> None:
-    async with open_desk(api_keys="root") as desk:
-        body = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
-        assert (await desk.client.post("/v1/feedback", json=body, headers=ROOT)).status_code == 202
-        assert (await desk.client.delete("/v1/users/alice/data")).status_code == 401
-        token = (await desk.client.post("/v1/feedback/tokens", json=_about(body), headers=ROOT)).json()["token"]
+async def test_feedback_and_refused_requests_leave_no_record(open_live: Any) -> None:
+    async with open_live(api_keys="root") as live:
+        body = {"inference_id": live.new_id(), "metric_name": "accepted", "value": True}
+        assert (await live.client.post("/v1/feedback", json=body, headers=ROOT)).status_code == 202
+        assert (await live.client.delete("/v1/users/alice/data")).status_code == 401
+        token = (await live.client.post("/v1/feedback/tokens", json=_about(body), headers=ROOT)).json()["token"]
         bearer = {"authorization": f"Bearer {token}"}
         for _ in range(3):
             again = {**bearer, "idempotency-key": "same"}
-            assert (await desk.client.delete("/v1/users/alice/data", headers=bearer)).status_code == 403
-            assert (await desk.client.post(f"/v1/jobs/{desk.job}/cancel", headers=again)).status_code == 403
-        assert (await desk.bus.stream_state(subjects.AUDIT)).messages == 0
+            assert (await live.client.delete("/v1/users/alice/data", headers=bearer)).status_code == 403
+            assert (await live.client.post(f"/v1/jobs/{live.job}/cancel", headers=again)).status_code == 403
+        assert (await live.bus.stream_state(subjects.AUDIT)).messages == 0
 
 
 def _about(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in ("inference_id", "metric_name")}
 
 
-async def test_nobody_takes_a_record_out_and_old_ones_make_room(bus: Bus) -> None:
+async def test_records_cannot_be_deleted_and_old_ones_make_room(bus: Bus) -> None:
     log = AuditLog(bus)
     await log.append(record(0))
     with pytest.raises(Unavailable):
@@ -145,13 +145,13 @@ async def test_pages_begin_where_they_are_asked_to(bus: Bus, monkeypatch: pytest
     assert await seqs(job=f"job_{0:032x}", after=12, newest_first=True) == [10, 7, 4, 1]
 
 
-async def test_what_was_done_stands_though_its_record_is_lost(
-    open_desk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_request_takes_effect_although_its_record_is_lost(
+    open_live: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(access, "APPEND_S", 0.2)
-    async with open_desk() as desk:
-        await call(desk.bus._connection, "STREAM.DELETE.AUDIT", {}, deadline_s=5, what="lose the log")
-        reply = await desk.client.put("/v1/users/alice/consent", json={"train": False})
+    async with open_live() as live:
+        await call(live.bus._connection, "STREAM.DELETE.AUDIT", {}, deadline_s=5, what="lose the log")
+        reply = await live.client.put("/v1/users/alice/consent", json={"train": False})
         assert (reply.status_code, reply.json()["train"]) == (200, False)
     (line,) = [one for one in caplog.records if one.levelname == "ERROR" and "audit log lacks" in one.getMessage()]
     assert reply.headers["x-request-id"] in line.getMessage()

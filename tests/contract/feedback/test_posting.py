@@ -1,4 +1,4 @@
-"""Posting feedback: what is taken, on which job it lands, and what is refused with which words."""
+"""Posting feedback: which requests are accepted, which job gets them, and the errors of the others."""
 
 from __future__ import annotations
 
@@ -28,50 +28,50 @@ def refused(response: Any, status: int, code: str) -> dict[str, Any]:
     return body
 
 
-async def test_a_verdict_is_durable_and_has_a_fate(desk: Any) -> None:
-    target = desk.new_id()
-    reply = await desk.post({"inference_id": f"chatcmpl-{target}", "metric_name": "accepted", "value": True})
+async def test_a_verdict_is_durable_and_has_a_status(live: Any) -> None:
+    target = live.new_id()
+    reply = await live.post({"inference_id": f"chatcmpl-{target}", "metric_name": "accepted", "value": True})
     assert reply.status_code == 202, reply.text
     body = reply.json()
     assert body == {
         "feedback_id": body["feedback_id"], "status": "accepted", "duplicate": False, "target": "unknown_yet",
-        "job": desk.job, "stream_seq": 1, "href": f"/v1/feedback/{body['feedback_id']}",
+        "job": live.job, "stream_seq": 1, "href": f"/v1/feedback/{body['feedback_id']}",
     }  # fmt: skip
-    (item,) = await desk.items()
+    (item,) = await live.items()
     assert (item.id, item.inference, item.metric, item.value) == (body["feedback_id"], target, "accepted", True)
-    fate = await desk.status_of(body["feedback_id"])
-    assert (fate["status"], fate["job"], fate["metric"]) == ("received", desk.job, "accepted")
+    found = await live.status_of(body["feedback_id"])
+    assert (found["status"], found["job"], found["metric"]) == ("received", live.job, "accepted")
 
 
-async def test_requests_of_one_moment_share_a_message(desk: Any) -> None:
-    await desk.accept()
-    replies = await asyncio.gather(*(desk.accept() for _ in range(40)))
-    batches = await desk.stored()
+async def test_requests_of_one_moment_share_a_message(live: Any) -> None:
+    await live.accept()
+    replies = await asyncio.gather(*(live.accept() for _ in range(40)))
+    batches = await live.stored()
     assert len({reply["feedback_id"] for reply in replies}) == 40
     assert sum(map(len, batches)) == 41
     assert len(batches) < 20
 
 
-async def test_tensorzero_posts_as_it_does(desk: Any) -> None:
-    """The body of TensorZero's own Python client, at its own path; ids are bare UUIDs."""
+async def test_requests_of_tensorzeros_client_are_accepted(live: Any) -> None:
+    """Post the body of TensorZero's Python client to the path that it uses; ids are bare UUIDs."""
     body = {
-        "episode_id": None, "inference_id": desk.new_id(), "metric_name": "score", "value": 1, "internal": False,
+        "episode_id": None, "inference_id": live.new_id(), "metric_name": "score", "value": 1, "internal": False,
         "tags": {"user_id": "u1", "page": "7"}, "dryrun": None,
     }  # fmt: skip
-    reply = await desk.client.post("/feedback", json=body)
+    reply = await live.client.post("/feedback", json=body)
     assert reply.status_code == 202, reply.text
     assert str(uuid.UUID(reply.json()["feedback_id"])) == reply.json()["feedback_id"]
-    (item,) = await desk.items()
+    (item,) = await live.items()
     assert item.value == 1.0
     assert item.tags["page"] == "7"
-    assert item.user == item.tags["user_id"] == desk.desk.pseudonyms.of("u1") != "u1"
-    dry = await desk.client.post("/feedback", json={**body, "dryrun": True})
+    assert item.user == item.tags["user_id"] == live.service.pseudonyms.of("u1") != "u1"
+    dry = await live.client.post("/feedback", json={**body, "dryrun": True})
     assert (dry.status_code, dry.json()["status"]) == (200, "valid")
-    assert len(await desk.items()) == 1
+    assert len(await live.items()) == 1
 
 
-async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
-    a, b, episode = desk.new_id(), desk.new_id(), desk.new_id()
+async def test_every_kind_is_stored_as_what_it_is(live: Any) -> None:
+    a, b, episode = live.new_id(), live.new_id(), live.new_id()
     posts = [
         {"episode_id": f"ep_{episode}", "metric_name": "solved", "value": False, "final": True},
         {"episode_id": episode, "metric_name": "score", "value": 0.5, "turn": 2, "weight": 0.5, "comment": "meh"},
@@ -90,10 +90,10 @@ async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
             "rejected": {"role": "assistant", "content": "3"}, "user": "u",
         },
     ]  # fmt: skip
-    reply = await desk.client.post("/v1/feedback/batch", json=posts)
+    reply = await live.client.post("/v1/feedback/batch", json=posts)
     assert reply.status_code == 207
     assert reply.json()["accepted"] == len(posts), reply.text
-    items = await desk.items()
+    items = await live.items()
     assert [item.id for item in items] == [row["id"] for row in reply.json()["data"]]
     kinds = ["metric"] * 5 + ["preference", "correction", "interaction", "preference"]
     assert [item.kind for item in items] == kinds
@@ -105,17 +105,17 @@ async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
     assert demonstration.body["demonstration"]["content"] == "so"
     assert preference.body == {"chosen": a, "rejected": b, "strength": 0.5}
     assert correction.body["corrected"]["content"] == "thus"
-    assert (whole.episode, whole.turn, whole.user) == (episode, 3, desk.desk.pseudonyms.of("u"))
+    assert (whole.episode, whole.turn, whole.user) == (episode, 3, live.service.pseudonyms.of("u"))
     assert whole.body["token_ids"] == [2, 3]
     assert whole.body["observed_at"] == 1767323045.0
     assert not {"user", "tags", "kind"} & set(whole.body)
-    said = [{"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}]
-    assert (texts.inference, texts.body.pop("answers"), texts.user) == ("", said, whole.user)
+    answers = [{"role": "assistant", "content": "2"}, {"role": "assistant", "content": "3"}]
+    assert (texts.inference, texts.body.pop("answers"), texts.user) == ("", answers, whole.user)
     assert texts.body == {"model": "policy", "messages": [{"role": "user", "content": "1+1"}], "strength": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("said", "last"),
+    ("about", "last"),
     [
         ({}, True),
         ({"episode_id": EPISODE}, False),
@@ -123,10 +123,10 @@ async def test_every_kind_is_stored_as_what_it_is(desk: Any) -> None:
         ({"episode_id": EPISODE, "turn": 3, "done": True}, True),
     ],
 )
-async def test_only_who_says_so_ends_an_episode(desk: Any, said: dict[str, Any], last: bool) -> None:
-    whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2], **said}
-    assert (await desk.post(whole)).status_code == 202
-    assert [item.final for item in await desk.items()] == [last]
+async def test_a_turn_of_an_episode_ends_it_only_if_done(live: Any, about: dict[str, Any], last: bool) -> None:
+    whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2], **about}
+    assert (await live.post(whole)).status_code == 202
+    assert [item.final for item in await live.items()] == [last]
 
 
 PAIR = {"kind": "preference", "model": "policy", "prompt_token_ids": [1], "chosen": "a", "rejected": "b"}
@@ -145,13 +145,13 @@ PAIR = {"kind": "preference", "model": "policy", "prompt_token_ids": [1], "chose
     ],
 )
 async def test_a_preference_between_texts_needs_a_job_a_prompt_and_two_answers(
-    desk: Any, change: dict[str, Any], pointer: str, words: str
+    live: Any, change: dict[str, Any], pointer: str, words: str
 ) -> None:
-    reply = await desk.client.post("/v1/feedback", json={**PAIR, **change})
+    reply = await live.client.post("/v1/feedback", json={**PAIR, **change})
     problem = refused(reply, 422, "no_such_target" if "model" in change else "invalid_feedback")
     assert any(flaw["pointer"].startswith(pointer) for flaw in problem["errors"]), problem
     assert words in problem["detail"], problem
-    assert await desk.items() == []
+    assert await live.items() == []
 
 
 FLAWS: list[tuple[dict[str, Any], str, str]] = [
@@ -181,36 +181,36 @@ FLAWS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_flaws_are_named(desk: Any) -> None:
+async def test_flaws_are_named(live: Any) -> None:
     for change, pointer, words in FLAWS:
-        body = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True, **change}
-        problem = refused(await desk.post(body), 422, "invalid_feedback")
+        body = {"inference_id": live.new_id(), "metric_name": "accepted", "value": True, **change}
+        problem = refused(await live.post(body), 422, "invalid_feedback")
         assert any(flaw["pointer"].startswith(pointer) for flaw in problem["errors"]), problem
         assert words in problem["detail"], problem
-    assert await desk.items() == []
+    assert await live.items() == []
 
 
-async def test_numbers_that_are_none_are_refused(desk: Any) -> None:
+async def test_invalid_numbers_and_invalid_json_are_refused(live: Any) -> None:
     body = '{"inference_id": "%s", "metric_name": "score", "value": %s}'
     headers = {"content-type": "application/json"}
     for text in ("NaN", "Infinity", "-Infinity", "1e999"):
-        content = body % (desk.new_id(), text)
-        refused(await desk.client.post("/v1/feedback", content=content, headers=headers), 422, "invalid_feedback")
-        reply = await desk.client.post("/v1/feedback/batch", content=f"[{content}]", headers=headers)
+        content = body % (live.new_id(), text)
+        refused(await live.client.post("/v1/feedback", content=content, headers=headers), 422, "invalid_feedback")
+        reply = await live.client.post("/v1/feedback/batch", content=f"[{content}]", headers=headers)
         assert [row["status"] for row in reply.json()["data"]] == [422]
     for content, status, code in ((b"{", 400, "malformed_json"), (b'"\xff"', 400, "malformed_json")):
-        refused(await desk.client.post("/v1/feedback", content=content, headers=headers), status, code)
-    refused(await desk.client.post("/v1/feedback", content=b"{}"), 415, "unsupported_media_type")
-    assert await desk.items() == []
+        refused(await live.client.post("/v1/feedback", content=content, headers=headers), status, code)
+    refused(await live.client.post("/v1/feedback", content=b"{}"), 415, "unsupported_media_type")
+    assert await live.items() == []
 
 
 @pytest.mark.parametrize(("integer", "status"), [(1 << 64, 422), (-(1 << 63) - 1, 422), ((1 << 64) - 1, 202)])
-async def test_integers_that_cannot_be_stored_are_refused(desk: Any, integer: int, status: int) -> None:
+async def test_integers_that_cannot_be_stored_are_refused(live: Any, integer: int, status: int) -> None:
     message = {"role": "assistant", "tool_calls": [{"arguments": {"a": [integer]}}]}
-    correction = {"kind": "correction", "inference_id": desk.new_id(), "corrected": message}
-    assert (await desk.post(correction)).status_code == status
-    verdict = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
-    reply = await desk.client.post("/v1/feedback/batch", json=[correction, verdict])
+    correction = {"kind": "correction", "inference_id": live.new_id(), "corrected": message}
+    assert (await live.post(correction)).status_code == status
+    verdict = {"inference_id": live.new_id(), "metric_name": "accepted", "value": True}
+    reply = await live.client.post("/v1/feedback/batch", json=[correction, verdict])
     assert [row["status"] for row in reply.json()["data"]] == [status, 202], "each item is judged alone"
 
 
@@ -227,13 +227,13 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_interactions_that_do_not_fit(desk: Any) -> None:
+async def test_inconsistent_interactions_are_refused(live: Any) -> None:
     whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2, 3]}
     for change, words in MISFITS:
-        reply = await desk.post({**whole, "logprobs": [-1, -0.5], **change})
+        reply = await live.post({**whole, "logprobs": [-1, -0.5], **change})
         assert reply.status_code == 422
         assert words in reply.json()["detail"], reply.text
-    assert await desk.items() == []
+    assert await live.items() == []
 
 
 VERDICTS: list[tuple[dict[str, Any], str, str]] = [
@@ -248,78 +248,78 @@ VERDICTS: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_an_interaction_earned_is_said_as_its_metrics_are_declared(desk: Any) -> None:
+async def test_rewards_of_an_interaction_have_the_types_of_their_metrics(live: Any) -> None:
     whole = {"kind": "interaction", "model": "policy", "prompt_token_ids": [1], "token_ids": [2, 3]}
     for change, pointer, words in VERDICTS:
-        problem = refused(await desk.post(whole | change), 422, "invalid_feedback")
+        problem = refused(await live.post(whole | change), 422, "invalid_feedback")
         assert problem["errors"][0]["pointer"].startswith(pointer), problem
         assert words in problem["detail"], problem
-    assert await desk.items() == []
-    said = {"accepted": True, "solved": False, "score": 1}
-    assert (await desk.post(whole | {"rewards": said, "reward": -1})).status_code == 202
-    (item,) = await desk.items()
+    assert await live.items() == []
+    rewards = {"accepted": True, "solved": False, "score": 1}
+    assert (await live.post(whole | {"rewards": rewards, "reward": -1})).status_code == 202
+    (item,) = await live.items()
     assert (item.body["rewards"], item.body["reward"]) == ({"accepted": True, "solved": False, "score": 1.0}, -1.0)
-    assert [type(item.body["rewards"][name]) for name in said] == [bool, bool, float]
+    assert [type(item.body["rewards"][name]) for name in rewards] == [bool, bool, float]
 
 
-async def test_the_job_is_found_by_mark_by_name_or_alone(desk: Any) -> None:
-    assert (await desk.accept(inference_id=TARGET))["job"] == desk.job
-    other = await desk.store.create(parse_job({**(await desk.store.get(desk.job)).spec, "name": "second"}))
-    desk.desk.jobs.know((await desk.store.index()).get(other.id))
+async def test_the_job_is_found_by_id_by_name_or_as_the_only_one(live: Any) -> None:
+    assert (await live.accept(inference_id=TARGET))["job"] == live.job
+    other = await live.store.create(parse_job({**(await live.store.get(live.job)).spec, "name": "second"}))
+    live.service.jobs.know((await live.store.index()).get(other.id))
     problem = refused(
-        await desk.post({"inference_id": TARGET, "metric_name": "accepted", "value": True}), 422, "no_such_target"
+        await live.post({"inference_id": TARGET, "metric_name": "accepted", "value": True}), 422, "no_such_target"
     )
     assert "GET /v1/models" in problem["detail"]
     assert "second" not in problem["detail"], "it may be a job that the key does not reach"
-    assert (await desk.accept())["job"] == desk.job
+    assert (await live.accept())["job"] == live.job
     whole = {"kind": "interaction", "model": "second", "completion": {"content": "x"}}
-    assert (await desk.post(whole)).json()["job"] == other.id
-    await desk.store.set_status(other.id, phase="succeeded")
-    desk.desk.jobs.know((await desk.store.index()).get(other.id))
-    refused(await desk.post({**whole, "model": other.id}), 410, "job_finished")
+    assert (await live.post(whole)).json()["job"] == other.id
+    await live.store.set_status(other.id, phase="succeeded")
+    live.service.jobs.know((await live.store.index()).get(other.id))
+    refused(await live.post({**whole, "model": other.id}), 410, "job_finished")
 
 
 @pytest.mark.parametrize("is_followed", [True, False])
-async def test_what_a_job_of_another_kind_said_is_not_judged(desk: Any, is_followed: bool) -> None:
+async def test_feedback_on_a_job_of_another_kind_is_refused(live: Any, is_followed: bool) -> None:
     spec = {
         "kind": "rl", "name": "fixed", "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
         "data": {"train": {"type": "addition"}}, "train": {"batch_size": 8, "max_updates": 1},
         "reward": {"scorers": [{"type": "exact"}]},
     }  # fmt: skip
-    other = await desk.store.create(parse_job(spec))
+    other = await live.store.create(parse_job(spec))
     if is_followed:
-        desk.desk.jobs.know((await desk.store.index()).get(other.id))
+        live.service.jobs.know((await live.store.index()).get(other.id))
     id = new_marked_id(other.id)
     for target in ({"inference_id": id}, {"episode_id": f"ep_{id}", "turn": 0}):
         body = {**target, "metric_name": "accepted", "value": True}
-        problem = refused(await desk.post(body), 422, "not_online")
+        problem = refused(await live.post(body), 422, "not_online")
         assert f"'fixed' ({other.id})" in problem["detail"]
         assert "of kind rl" in problem["detail"]
         assert problem["errors"][0]["pointer"] == f"/{next(iter(target))}"
     whole = {"kind": "interaction", "model": "fixed", "completion": {"content": "x"}}
-    assert refused(await desk.post(whole), 422, "not_online")["errors"][0]["pointer"] == "/model"
-    assert await desk.items() == []
+    assert refused(await live.post(whole), 422, "not_online")["errors"][0]["pointer"] == "/model"
+    assert await live.items() == []
 
 
-async def test_a_batch_judges_each_item_alone(desk: Any) -> None:
-    good = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+async def test_a_batch_judges_each_item_alone(live: Any) -> None:
+    good = {"inference_id": live.new_id(), "metric_name": "accepted", "value": True}
     lines = [json.dumps(good), "{", json.dumps({**good, "value": 3}), "", json.dumps({**good, "value": False})]
-    reply = await desk.client.post("/v1/feedback/batch", content="\n".join(lines), headers=NDJSON)
+    reply = await live.client.post("/v1/feedback/batch", content="\n".join(lines), headers=NDJSON)
     assert reply.status_code == 207
     body = reply.json()
     assert [(row["index"], row["status"]) for row in body["data"]] == [(0, 202), (1, 400), (2, 422), (3, 202)]
     assert (body["accepted"], body["refused"]) == (2, 2)
     assert body["data"][2]["problem"]["errors"][0]["pointer"] == "/value"
-    assert [item.value for item in await desk.items()] == [True, False]
+    assert [item.value for item in await live.items()] == [True, False]
     for content, status in ((b"[]", 422), (b"{}", 422), (b"[", 400), (json.dumps([good] * 257), 413)):
-        reply = await desk.client.post(
+        reply = await live.client.post(
             "/v1/feedback/batch", content=content, headers={"content-type": "application/json"}
         )
         assert reply.status_code == status, reply.text
 
 
-async def test_large_bodies(desk: Any) -> None:
-    """8 MiB while it streams in, 1 MiB for what is no interaction; an interaction may take several messages."""
+async def test_large_bodies(live: Any) -> None:
+    """A body may have 8 MiB, an item other than an interaction 1 MiB; an interaction may take several messages."""
     sent = 0
 
     async def endless() -> Any:
@@ -328,33 +328,33 @@ async def test_large_bodies(desk: Any) -> None:
             sent += 1 << 16
             yield b" " * (1 << 16)
 
-    reply = await desk.client.post("/v1/feedback", content=endless(), headers={"content-type": "application/json"})
+    reply = await live.client.post("/v1/feedback", content=endless(), headers={"content-type": "application/json"})
     refused(reply, 413, "too_large")
     assert reply.json()["max_bytes"] == MAX_LARGE_BYTES
     assert sent <= MAX_LARGE_BYTES + (1 << 17)
-    long = {"inference_id": desk.new_id(), "metric_name": "demonstration", "value": {"content": "x" * (1 << 20)}}
-    refused(await desk.post(long), 413, "too_large")
+    long = {"inference_id": live.new_id(), "metric_name": "demonstration", "value": {"content": "x" * (1 << 20)}}
+    refused(await live.post(long), 413, "too_large")
     for beside in ([], [{**long, "value": 3}]):  # which has a flaw of its own
-        batch = await desk.client.post("/v1/feedback/batch", json=[long, *beside])
+        batch = await live.client.post("/v1/feedback/batch", json=[long, *beside])
         row = batch.json()["data"][0]
         assert (row["status"], row["problem"]["max_bytes"]) == (413, 1 << 20), "in a batch, too"
     whole = {"kind": "interaction", "model": "policy", "completion": {"content": "y" * (3 << 20)}}
-    reply = await desk.post(whole)
+    reply = await live.post(whole)
     assert reply.status_code == 202, reply.text
     assert reply.json()["stream_seq"] is None
-    (item,) = await desk.items()
+    (item,) = await live.items()
     assert item.body["completion"] == whole["completion"]
-    assert (await desk.status_of(item.id))["kind"] == "interaction"
-    await desk.accept()
-    assert len(await desk.items()) == 2
+    assert (await live.status_of(item.id))["kind"] == "interaction"
+    await live.accept()
+    assert len(await live.items()) == 2
 
 
 @pytest.mark.long
-async def test_a_full_stream_says_come_back(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_stream_asks_the_client_to_retry(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     big = {"kind": "interaction", "model": "policy", "completion": {"content": "z" * (7 << 20)}}
     codes = []
     for _ in range(4):
-        reply = await desk.post(big)
+        reply = await live.post(big)
         codes.append(reply.status_code)
     assert codes == [202, 202, 503, 503]
     problem = refused(reply, 503, "ingest_backlog_full")
@@ -363,22 +363,22 @@ async def test_a_full_stream_says_come_back(desk: Any, monkeypatch: pytest.Monke
     assert "full" in problem["detail"]
 
 
-async def test_who_is_faster_than_the_index_waits_before_it_is_refused(
-    desk: Any, monkeypatch: pytest.MonkeyPatch
+async def test_feedback_ahead_of_the_index_waits_before_it_is_refused(
+    live: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    item = {"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}
+    item = {"inference_id": live.new_id(), "metric_name": "accepted", "value": True}
     monkeypatch.setattr(ingest, "MAX_UNPROJECTED", 2)
     monkeypatch.setattr(ingest, "ROOM_S", 30.0)
-    replies = await asyncio.gather(*(desk.post(item) for _ in range(20)))
+    replies = await asyncio.gather(*(live.post(item) for _ in range(20)))
     assert [reply.status_code for reply in replies] == [202] * 20, "ten times what the index may be behind"
     monkeypatch.setattr(ingest, "MAX_UNPROJECTED", 0)
     monkeypatch.setattr(ingest, "ROOM_S", 0.2)
     began = time.monotonic()
-    assert "wait to be indexed" in refused(await desk.post(item), 503, "ingest_backlog_full")["detail"]
+    assert "wait to be indexed" in refused(await live.post(item), 503, "ingest_backlog_full")["detail"]
     assert time.monotonic() - began > 0.2
     monkeypatch.setattr(ingest, "MAX_QUEUED", 0)
     monkeypatch.setattr(ingest, "ROOM_S", 60.0)
     began = time.monotonic()
-    refused(await desk.post(item), 503, "ingest_backlog_full")
+    refused(await live.post(item), 503, "ingest_backlog_full")
     assert time.monotonic() - began < 30, "too much waits already"
-    assert len(await desk.items()) == 20
+    assert len(await live.items()) == 20

@@ -1,4 +1,4 @@
-"""Tokens for one verdict: what a page may hold that asks its visitor. Each is good once, for what it says."""
+"""Feedback tokens, with which a web page lets a visitor post one verdict; each is valid once."""
 
 from __future__ import annotations
 
@@ -29,70 +29,70 @@ def code(reply: Any) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["code"]
 
 
-async def made(desk: Any, key: dict[str, str] = ADMIN, **about: Any) -> dict[str, Any]:
+async def create(live: Any, key: dict[str, str] = ADMIN, **about: Any) -> dict[str, Any]:
     body = {"metric_name": "accepted", **about}
     if not {"inference_id", "episode_id"} & about.keys():
-        body["inference_id"] = f"chatcmpl-{desk.new_id()}"
-    reply = await desk.client.post("/v1/feedback/tokens", json=body, headers=key)
+        body["inference_id"] = f"chatcmpl-{live.new_id()}"
+    reply = await live.client.post("/v1/feedback/tokens", json=body, headers=key)
     assert reply.status_code == 201, reply.text
     assert reply.headers["cache-control"] == "no-store"
     return {**body, **reply.json()}
 
 
-async def say(desk: Any, token: dict[str, Any], value: Any = True, *, path: str = "/v1/feedback", **more: Any) -> Any:
+async def post(live: Any, token: dict[str, Any], value: Any = True, *, path: str = "/v1/feedback", **more: Any) -> Any:
     about = {name: token[name] for name in ("metric_name", "inference_id", "episode_id") if name in token}
     body = {**about, "value": value, **more}
-    return await desk.client.post(path, json=body, headers=bearer(token["token"]))
+    return await live.client.post(path, json=body, headers=bearer(token["token"]))
 
 
-async def test_a_token_is_good_for_one_verdict(open_desk: Any, tmp_path: Path) -> None:
-    async with open_desk(api_keys="root") as desk:
-        token = await made(desk)
-        tried = await say(desk, token, dryrun=True)
-        assert (tried.status_code, tried.json()["status"]) == (200, "valid"), "which does not use it"
-        first = await say(desk, token, comment="helped", feedback_id=desk.new_id())
+async def test_a_token_is_good_for_one_verdict(open_live: Any, tmp_path: Path) -> None:
+    async with open_live(api_keys="root") as live:
+        token = await create(live)
+        tried = await post(live, token, dryrun=True)
+        assert (tried.status_code, tried.json()["status"]) == (200, "valid"), "a dry run does not use the token"
+        first = await post(live, token, comment="helped", feedback_id=live.new_id())
         assert (first.status_code, first.json()["feedback_id"]) == (202, token["feedback_id"])
-        for again in (await say(desk, token, comment="helped"), await say(desk, token, False)):
+        for again in (await post(live, token, comment="helped"), await post(live, token, False)):
             assert code(again) == (409, "token_used")
             assert again.headers["x-should-retry"] == "false"
-        (item,) = await desk.items()
+        (item,) = await live.items()
         assert (item.inference, item.metric, item.value) == (bare_id(token["inference_id"]), "accepted", True)
-        by_key = await desk.post({"inference_id": desk.new_id(), "metric_name": "accepted", "value": True}, **ADMIN)
+        by_key = await live.post({"inference_id": live.new_id(), "metric_name": "accepted", "value": True}, **ADMIN)
         assert by_key.status_code == 202
-        assert (await desk.items())[1].key_id == item.key_id, "it counts as the key that made it"
+        assert (await live.items())[1].key_id == item.key_id, "it counts as the key that created it"
 
-        contested = await made(desk, episode_id=f"ep_{desk.new_id()}", metric_name="solved")
-        replies = await asyncio.gather(*(say(desk, contested, n % 2 == 0, path="/feedback") for n in range(20)))
+        contested = await create(live, episode_id=f"ep_{live.new_id()}", metric_name="solved")
+        replies = await asyncio.gather(*(post(live, contested, n % 2 == 0, path="/feedback") for n in range(20)))
         assert Counter(reply.status_code for reply in replies) == {202: 1, 409: 19}
-        assert len(await desk.items()) == 3
-    async with open_desk(data_dir=tmp_path / "elsewhere", api_keys="root") as desk:
-        assert code(await say(desk, token, False)) == (409, "token_used"), "at any coordinator, whenever"
+        assert len(await live.items()) == 3
+    async with open_live(data_dir=tmp_path / "elsewhere", api_keys="root") as live:
+        assert code(await post(live, token, False)) == (409, "token_used"), "at any coordinator, whenever"
 
 
-async def test_a_repeated_request_gets_its_reply_again(open_desk: Any) -> None:
-    async with open_desk(api_keys="root") as desk:
-        token, body = await made(desk), {"metric_name": "accepted", "value": True}
+async def test_a_repeated_request_gets_its_reply_again(open_live: Any) -> None:
+    async with open_live(api_keys="root") as live:
+        token, body = await create(live), {"metric_name": "accepted", "value": True}
         headers = {**bearer(token["token"]), "idempotency-key": "k"}
         body["inference_id"] = token["inference_id"]
-        replies = [await desk.client.post("/v1/feedback", json=body, headers=headers) for _ in range(2)]
+        replies = [await live.client.post("/v1/feedback", json=body, headers=headers) for _ in range(2)]
         assert [reply.status_code for reply in replies] == [202, 202]
         assert replies[1].headers["idempotent-replayed"] == "true"
-        other = {**bearer((await made(desk))["token"]), "idempotency-key": "k"}
-        refused = await desk.client.post("/v1/feedback", json=body, headers=other)
+        other = {**bearer((await create(live))["token"]), "idempotency-key": "k"}
+        refused = await live.client.post("/v1/feedback", json=body, headers=other)
         assert code(refused) == (403, "other_verdict"), "the key of a request is one of its token"
-        assert len(await desk.items()) == 1
+        assert len(await live.items()) == 1
 
 
-async def test_it_says_nothing_else(open_desk: Any) -> None:
-    async with open_desk(api_keys="root") as desk:
-        token, other = await made(desk), desk.new_id()
+async def test_a_token_allows_nothing_else(open_live: Any) -> None:
+    async with open_live(api_keys="root") as live:
+        token, other = await create(live), live.new_id()
         for reply in (
-            await say(desk, {**token, "inference_id": other}),
-            await say(desk, {**token, "metric_name": "score"}, 0.5),
-            await say(desk, token, final=True),
-            await say(desk, token, revision=1),
-            await say(desk, token, weight=0.5),
-            await desk.client.post(
+            await post(live, {**token, "inference_id": other}),
+            await post(live, {**token, "metric_name": "score"}, 0.5),
+            await post(live, token, final=True),
+            await post(live, token, revision=1),
+            await post(live, token, weight=0.5),
+            await live.client.post(
                 "/v1/feedback",
                 json={"kind": "preference", "chosen": token["inference_id"], "rejected": other},
                 headers=bearer(token["token"]),
@@ -106,16 +106,16 @@ async def test_it_says_nothing_else(open_desk: Any) -> None:
             ("GET", "/v1/jobs"),
             ("POST", "/v1/chat/completions"),
         ):
-            reply = await desk.client.request(method, path, headers=bearer(token["token"]), json={})
+            reply = await live.client.request(method, path, headers=bearer(token["token"]), json={})
             assert code(reply) == (403, "feedback_token"), path
-        assert await desk.items() == []
-        assert (await say(desk, token)).status_code == 202, "and is still good for what it says"
+        assert await live.items() == []
+        assert (await post(live, token)).status_code == 202, "the token still allows its own verdict"
 
 
-async def test_it_ends(open_desk: Any, monkeypatch: Any) -> None:
-    async with open_desk(api_keys="root") as desk:
-        token = await made(desk)
-        secret = (await desk.bus.kv("privacy").get("episode-keys")).value
+async def test_expired_forged_and_orphaned_tokens_are_refused(open_live: Any, monkeypatch: Any) -> None:
+    async with open_live(api_keys="root") as live:
+        token = await create(live)
+        secret = (await live.bus.kv("privacy").get("episode-keys")).value
         grant = TOKENS.read(token["token"], secret)
         assert grant is not None
         late = type(grant)(grant.id, grant.target, False, grant.metric, grant.maker, int(time.time()) - 1)
@@ -127,14 +127,14 @@ async def test_it_ends(open_desk: Any, monkeypatch: Any) -> None:
             token["token"].replace("rlt_", "rle_"),
             "rlt_",
         ):
-            reply = await say(desk, {**token, "token": text})
+            reply = await post(live, {**token, "token": text})
             assert code(reply) == (401, "invalid_api_key"), text
         maker = {"name": "page", "scopes": ["feedback:write"]}
-        key = (await desk.client.post("/v1/keys", json=maker, headers=ADMIN)).json()
-        orphan = await made(desk, bearer(key["key"]))
+        key = (await live.client.post("/v1/keys", json=maker, headers=ADMIN)).json()
+        orphan = await create(live, bearer(key["key"]))
         monkeypatch.setattr(auth, "TRUST_S", 0.0)
-        await desk.client.delete(f"/v1/keys/{key['id']}", headers=ADMIN)
-        assert code(await say(desk, orphan)) == (401, "invalid_api_key"), "it dies with the key that made it"
+        await live.client.delete(f"/v1/keys/{key['id']}", headers=ADMIN)
+        assert code(await post(live, orphan)) == (401, "invalid_api_key"), "it ends with the key that created it"
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,14 @@ async def test_it_ends(open_desk: Any, monkeypatch: Any) -> None:
         ),
     ],
 )
-async def test_bad_requests_point_at_the_field(desk: Any, body: dict[str, Any], pointer: str) -> None:
-    reply = await desk.client.post("/v1/feedback/tokens", json=body)
+async def test_bad_requests_point_at_the_field(live: Any, body: dict[str, Any], pointer: str) -> None:
+    reply = await live.client.post("/v1/feedback/tokens", json=body)
     assert code(reply) == (422, "invalid_body")
     assert reply.json()["errors"][0]["pointer"] == pointer
 
 
-async def test_clients_and_the_command_line(desk: Any, url: str, monkeypatch: Any) -> None:
-    target = desk.new_id()
+async def test_clients_and_the_command_line(live: Any, url: str, monkeypatch: Any) -> None:
+    target = live.new_id()
 
     def blocking() -> None:
         with Client(url) as client:

@@ -1,4 +1,4 @@
-"""The real application over a real bus, with jobs that nobody leads: what is tested is HTTP, and what speaks it."""
+"""The real application over a real bus, with jobs and no leader: tests check the HTTP API and its clients."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ JOB: dict[str, Any] = {
 
 @contextlib.asynccontextmanager
 async def listening(app: Any, settings: ServiceSettings) -> AsyncIterator[int]:
-    """The port of an application behind the server that coordinators start, in the loop of the caller."""
+    """Run an application in the server that coordinators use, in the caller's loop; yield its port."""
     server = server_of(app, settings)
     task = asyncio.create_task(server._serve())
     async with asyncio.timeout(DEADLINE_S):
@@ -89,7 +89,7 @@ async def listening(app: Any, settings: ServiceSettings) -> AsyncIterator[int]:
 
 
 class Deployment:
-    """A NATS server, fronts of coordinators over it, and what a leader and workers would write: tests do that.
+    """A NATS server, fronts of coordinators over it, and methods that write what a leader and workers would write.
 
     No leader runs: a job stays pending until a test moves it with ``advance``. Methods that are no coroutines may be
     called from any thread and block until the bus has what they wrote: a loop of its own, in a thread, owns the bus
@@ -119,7 +119,7 @@ class Deployment:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
 
     def empty(self, data_dir: Path) -> None:
-        """Begin anew: no message in any stream, so that sequences and revisions start at 1, and no files."""
+        """Empty all streams, so that sequences and revisions start at 1, and begin with no files."""
         self.data_dir, self.members = data_dir, Members()
         self._outcomes.clear()
         self.server.start()
@@ -144,7 +144,7 @@ class Deployment:
     # -- fronts ------------------------------------------------------------------------------------------------------
 
     def settings(self, **more: Any) -> ServiceSettings:
-        """Settings of a front: room for any number of jobs, and no limit of rates that tests would meet."""
+        """Return settings of a front with room for any number of jobs and no rate limit that tests would reach."""
         own = {
             "data_dir": self.data_dir, "rate_limit": "100000/minute", "experience_bytes": 1 << 50,
             "nats_monitor_url": self.server.monitor_url,
@@ -153,13 +153,13 @@ class Deployment:
 
     @contextlib.asynccontextmanager
     async def services(self, **more: Any) -> AsyncIterator[Services]:
-        """A front's services with their own connection, in the loop of the caller; keyword arguments are settings."""
+        """Yield the services of a front, with their own connection, in the caller's loop; ``more`` are settings."""
         async with await Bus.connect(self.server.url, name="api") as bus:
             yield build_services(bus, JobStore(bus), self.members, {}, self.settings(**more))
 
     @contextlib.asynccontextmanager
     async def listening(self, **more: Any) -> AsyncIterator[int]:
-        """The port of a front behind the server that coordinators start, in the loop of the caller."""
+        """Run a front in the server that coordinators use, in the caller's loop; yield its port."""
         async with (
             self.services(http_port=0, **more) as services,
             listening(create_app(services), services.settings) as port,
@@ -170,7 +170,7 @@ class Deployment:
 
     @property
     def jobs(self) -> dict[str, JobRecord]:
-        """Every job, oldest first."""
+        """All jobs by id, oldest first."""
         return self.run(self._jobs())
 
     async def _jobs(self) -> dict[str, JobRecord]:
@@ -182,7 +182,7 @@ class Deployment:
         return len(self.jobs)
 
     def events(self, job: str) -> list[dict[str, Any]]:
-        """Rows of a job's events."""
+        """Return the rows of a job's events."""
         found = self.run(self.bus.read(subjects.EVENTS, subjects.events(job)))
         return [msgspec.json.decode(message.data) for message in found]
 
@@ -200,7 +200,7 @@ class Deployment:
     # -- what a leader and workers do --------------------------------------------------------------------------------
 
     def submit(self, job: dict[str, Any], **more: Any) -> str:
-        """Store a job without its checks; the id."""
+        """Store a job without the checks of the API; return its id."""
         return self.run(self.store.create(parse_job(job), **more)).id
 
     def advance(self, job: str, phase: str, **status: Any) -> None:
@@ -224,7 +224,7 @@ class Deployment:
         await journal.append(events)
 
     def save(self, job: str, number: int, files: dict[str, bytes]) -> Path:
-        """Write a checkpoint as the trainer does and append it to the ledger; its folder."""
+        """Write a checkpoint as the trainer does, and append it to the ledger; return its folder."""
         folder = self.data_dir / "checkpoints" / job / str(number)
         write_checkpoint(folder, files)
         saved = {"number": number, "version": number, "digest": "d", "path": str(folder)}
@@ -239,7 +239,7 @@ class Deployment:
             self.run(self.bus.publish(subjects.metrics(job), msgspec.json.encode(row)))
 
     def beat(self, job: str, **of_job: Any) -> None:
-        """Hear a heartbeat of a rollout worker."""
+        """Receive a heartbeat of a rollout worker, with ``of_job`` in its row of the job."""
         beat = Heartbeat(
             service="rollout", worker="rollout-0", host="h", pid=7, started=0.0, interval_s=600.0, health_port=1,
             ready=True, jobs={job: {"version": 2, "running": 1, "waiting_for": "version 3", **of_job}},
@@ -255,18 +255,18 @@ class Deployment:
         self.run(begin())
 
     def stop_serving(self) -> None:
-        """Answer nothing any more, and finish no operations."""
+        """Answer no more requests, and finish no more operations."""
         self._outcomes.clear()
         self.run(self._serving.aclose())
 
     def explain(self, job: str) -> None:
-        """Say for the leader what a job waits for."""
+        """Answer in place of the leader what a job waits for."""
         row = {"waiting_for": "2 groups of 2 per batch", "subject": subjects.tickets(job), "id": "4.0",
                "holder": "rollout-0", "age_s": 1.5}  # fmt: skip
         self.serve(subjects.LEADER, lambda _: asyncio.sleep(0, msgspec.json.encode([row])))
 
     def train(self, job: str) -> None:
-        """Store what two updates leave of a job with two groups per batch: 6 draws = 4 trained + 1 failed + 1 open."""
+        """Store the streams of a job after two updates of two groups: 6 draws, of which 4 trained, 1 failed, 1 open."""
         self.run(self._train(job))
 
     async def _train(self, job: str) -> None:
@@ -285,13 +285,13 @@ class Deployment:
             place = {"number": number, "revision": 1}
             begun = {"start_version": number - 1, "update_index": number - 1}
             sealed = BatchSealed(**BASE, time=2.0 * number, **place, **begun, groups=groups)
-            made = {"version": number, "digest": "w", "trainer_epoch": 1}
-            await self._record(job, (sealed, BatchTrained(**BASE, time=2.0 * number + 1, **place, **made)))
+            result = {"version": number, "digest": "w", "trainer_epoch": 1}
+            await self._record(job, (sealed, BatchTrained(**BASE, time=2.0 * number + 1, **place, **result)))
         failed = Dropped(**BASE, time=6.0, draws=[Draw(4)], reason="failed", lengths=[0], redraw=False, **due)
         await self._record(job, (failed,))
 
     def repeat(self) -> None:
-        """Play a trainer that repeats the batches 0 to 2 of any job that has begun."""
+        """Answer replay requests as a trainer that repeats the batches 0 to 2 of any job that has begun."""
         self.serve(subjects.REPLAY, self._repeat)
 
     async def _repeat(self, data: bytes) -> bytes:
@@ -306,19 +306,19 @@ class Deployment:
         return pack(Ack(ok=True))
 
     def grade(self) -> None:
-        """Play a reward worker: its scorers, in this process."""
+        """Answer requests to grade as a reward worker does; the scorers run in this process."""
         self.serve(subjects.GRADE, lambda data: asyncio.to_thread(graded, data))
 
     def bury(self, job: str) -> None:
-        """Store two dead letters of a job, of which the second stands for no draw."""
+        """Store two dead letters of a job; the second one belongs to no draw."""
         for draw in ({DRAW_HEADER: "4.0"}, {}):
             headers = {STREAM: subjects.TICKETS, SEQUENCE: "9", ATTEMPTS: "3", REASON: "max deliveries", "a": "b"}
             self.run(self.bus.publish(subjects.dead(job), b"abc", headers={**headers, **draw}))
 
-    def finish(self, job: str, **over: Any) -> None:
-        """End the pending operations of a job, those that there are and those to come, as the last call says."""
+    def finish(self, job: str, **outcome: Any) -> None:
+        """End the pending and later operations of a job with ``outcome``; a later call replaces the outcome."""
         begun = bool(self._outcomes)
-        self._outcomes[job] = over
+        self._outcomes[job] = outcome
         self.run(self._finish(job) if begun else self._begin_finishing())
 
     async def _begin_finishing(self) -> None:
@@ -334,7 +334,7 @@ class Deployment:
                 await self.store.finish_operation(job, operation.model_copy(update=self._outcomes[job]))
 
     def write_log(self, job: str) -> Path:
-        """Write three lines about a job to the log of a trainer, and one about no job; the file."""
+        """Write three lines about a job and one about no job to the log of a trainer; return the file."""
         folder = self.data_dir / "logs"
         folder.mkdir(exist_ok=True)
         lines = ["about no job", *(f"line {i} of {job}" for i in range(3))]
@@ -363,7 +363,10 @@ def write_checkpoint(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def group_of(job: str, draw: Draw, source: str, version: int) -> Group:
-    """Four completions of two tokens, of which the policy chose the first; every other one is right."""
+    """Return a group of four completions of two tokens; the policy chose the first token of each.
+
+    The first and the third completion are right.
+    """
     rewards = np.asarray([1, 0, 1, 0], np.float32)
     wanted = str(draw.ordinal + 1)
     meta = {
@@ -380,7 +383,7 @@ def group_of(job: str, draw: Draw, source: str, version: int) -> Group:
 
 
 def graded(data: bytes) -> bytes:
-    """The reply to a request to grade; takes a quarter of a second, it says."""
+    """Return the reply to a request to grade, with 0.25 s as the reported time."""
     request, _ = unpack(data, GradeRequest)
     scorers, flaw = reward_worker._open(Open(request.scorers))
     if flaw or request.sample is None:
@@ -392,13 +395,13 @@ def graded(data: bytes) -> bytes:
 
 @pytest.fixture(scope="session")
 def commit() -> Callable[[Path, dict[str, bytes]], None]:
-    """``commit(folder, files)`` writes a checkpoint as the trainer leaves it."""
+    """Return ``commit(folder, files)``, which writes a checkpoint as the trainer does."""
     return write_checkpoint
 
 
 @pytest.fixture(scope="session")
 def deployed() -> Iterator[Deployment]:
-    """A server for all tests of a process, its data in memory where there is room: an fsync costs nothing there."""
+    """Run one server for all tests of a process, with its data in memory if there is room: an fsync is free there."""
     has_room = SHM.is_dir() and shutil.disk_usage(SHM).free >= SHM_ROOM_BYTES
     with (
         tempfile.TemporaryDirectory(prefix="penstock-test-", dir=SHM if has_room else None) as directory,
@@ -411,33 +414,33 @@ def deployed() -> Iterator[Deployment]:
 
 @pytest.fixture
 def deployment(deployed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
-    """An empty deployment."""
+    """Return the deployment, emptied."""
     deployed.empty(tmp_path_factory.mktemp("data"))
     return deployed
 
 
 @pytest.fixture
 async def services(deployment: Deployment) -> AsyncIterator[Services]:
-    """The services of a front, in the loop of the test."""
+    """Yield the services of a front, in the test's loop."""
     async with deployment.services() as services:
         yield services
 
 
 @pytest.fixture
 def listen() -> Callable[[Any, ServiceSettings], contextlib.AbstractAsyncContextManager[int]]:
-    """``async with listen(app, settings) as port``: see ``listening``."""
+    """Return ``listening``: ``async with listen(app, settings) as port``."""
     return listening
 
 
 @pytest.fixture
 def job() -> dict[str, Any]:
-    """A job file that is valid."""
+    """Return a valid job file."""
     return copy.deepcopy(JOB)
 
 
 @pytest.fixture
 def connect(deployment: Deployment) -> Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]:
-    """A client of a front, in process; keyword arguments are settings."""
+    """Return a function that runs a front in this process and yields its client; keyword arguments are settings."""
 
     @contextlib.asynccontextmanager
     async def build(**more: Any) -> AsyncIterator[httpx.AsyncClient]:
@@ -496,7 +499,7 @@ class Served:
 
 @pytest.fixture
 def serve(deployment: Deployment) -> Iterator[Callable[..., Served]]:
-    """Start servers; keyword arguments are settings."""
+    """Return a function that starts a server; keyword arguments are settings."""
     servers: list[Served] = []
 
     def start(**more: Any) -> Served:
@@ -511,7 +514,7 @@ def serve(deployment: Deployment) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture
 def served(serve: Callable[..., Served]) -> Served:
-    """A server with default settings."""
+    """Return a running server with default settings."""
     return serve()
 
 

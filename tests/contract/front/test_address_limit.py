@@ -1,4 +1,4 @@
-"""Requests per client address: counted before anybody asks for a key, and by what a client cannot make up."""
+"""The limit of requests per client address: it counts before a key is checked, and by an address that is not forged."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ PATH = "/v1/jobs"
 
 
 def at(client: httpx.AsyncClient, host: str) -> httpx.AsyncClient:
-    """A client of the same application with another address."""
+    """Return a client of the same application with another address."""
     app: Any = client._transport.app  # type: ignore[attr-defined]
     transport = httpx.ASGITransport(app, client=(host, 50_000), raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
 
 async def codes(client: httpx.AsyncClient, host: str, number: int = 1) -> list[int]:
-    """Statuses of so many requests from an address."""
+    """Send ``number`` requests from an address; return their statuses."""
     async with at(client, host) as there:
         return [(await there.get(PATH)).status_code for _ in range(number)]
 
 
-async def test_who_guesses_keys_is_counted(connect: Any) -> None:
+async def test_requests_with_guessed_keys_are_counted(connect: Any) -> None:
     async with connect(api_keys="root", address_rate_limit="3/hour") as client:
         for left in (2, 1, 0):
             reply = await client.get(PATH, headers={"authorization": f"Bearer guess-{left}"})
@@ -104,7 +104,7 @@ async def test_a_limit_that_cannot_be_read(deployment: Any, variable: str) -> No
 
 @contextlib.asynccontextmanager
 async def serving(deployment: Any, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """The application behind the server that the coordinator starts."""
+    """Run the application in the server that coordinators use; yield a client."""
     async with (
         deployment.listening(address_rate_limit="2/hour", **more) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
@@ -116,13 +116,15 @@ async def forwarded(client: httpx.AsyncClient, *chains: str) -> list[int]:
     return [(await client.get(PATH, headers={"x-forwarded-for": chain})).status_code for chain in chains]
 
 
-async def test_nobody_is_believed_who_it_speaks_for(deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forwarded_addresses_are_ignored_without_a_trusted_proxy(
+    deployment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # of the server's own, which would say otherwise
     async with serving(deployment) as client:
         assert await forwarded(client, "192.0.2.1", "192.0.2.2", "192.0.2.3") == [200, 200, 429]
 
 
-async def test_a_trusted_proxy_says_who_the_client_is(deployment: Any) -> None:
+async def test_a_trusted_proxy_names_the_client(deployment: Any) -> None:
     async with serving(deployment, forwarded_allow_ips="10.0.0.0/8, 127.0.0.1") as client:
         assert await forwarded(client, "192.0.2.1", "192.0.2.2", "192.0.2.3") == [200] * 3
         made_up = [f"198.51.100.{place}, 192.0.2.1, 10.0.0.7" for place in range(2)]

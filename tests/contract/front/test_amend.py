@@ -21,12 +21,12 @@ async def submitted(client: Any, job: Any) -> str:
 
 
 def follow(deployment: Any, path: str, step: int) -> None:
-    """Write the status as the leader does once it has taken a change up."""
+    """Write the status of a job as the leader does once it has applied a change."""
     id = path.rpartition("/")[2]
     deployment.advance(id, "running", observed_generation=deployment.jobs[id].generation, applies_at_step=step)
 
 
-async def test_a_change_says_from_which_update_on_it_holds(connect: Any, deployment: Any, job: Any) -> None:
+async def test_a_change_names_the_update_from_which_it_applies(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         path = await submitted(client, job)
         reply = await client.patch(path, json={"optimizer": {"learning_rate": 3e-4}}, params=NO_WAIT)

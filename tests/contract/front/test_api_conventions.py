@@ -42,8 +42,8 @@ async def test_submit_list_get(connect: Any, deployment: Any, job: Any) -> None:
     assert JobConfig.parse(deployment.jobs[record.id].spec) == JobConfig.parse(job)
 
 
-async def test_a_job_says_how_far_it_is(connect: Any, deployment: Any, job: Any) -> None:
-    """Of what else the status says, so it is not stored, and a client that does not know it reads the rest."""
+async def test_a_job_shows_its_progress(connect: Any, deployment: Any, job: Any) -> None:
+    """Progress is computed from the other fields of the status: it is shown, and not stored."""
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         deployment.advance(id, "running", step=3, total_steps=12, draws={"drawn": 9, "trained": 6, "in_flight": 3})
@@ -56,7 +56,7 @@ async def test_a_job_says_how_far_it_is(connect: Any, deployment: Any, job: Any)
     assert b"progress" not in deployment.jobs[id].stored()
 
 
-async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any, deployment: Any, job: Any) -> None:
+async def test_a_job_shows_links_to_its_views_and_why_it_failed(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         record = JobRecord.model_validate((await client.post("/v1/jobs", json=job)).json())
         error = JobFailure(code="trainer_failed", message="trainer: no room", service="trainer")
@@ -70,7 +70,7 @@ async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any
         status = shown["status"]
         assert status["error"] == {"code": "trainer_failed", "message": "trainer: no room", "service": "trainer"}
         assert (status["attempt"], status["heartbeat_at"] > shown["created_at"]) == (3, True)
-        assert (read := JobRecord.model_validate(shown)).status.error == error, "as the client in Python has it"
+        assert (read := JobRecord.model_validate(shown)).status.error == error, "the Python client parses it"
         assert read.links.logs == shown["links"]["logs"]
         schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
     assert set(schemas["JobLinks"]["properties"]) == set(shown["links"])
@@ -106,7 +106,7 @@ async def test_invalid_job_names_every_flaw(connect: Any, job: Any) -> None:
     assert body["error"]["param"] in flaws
 
 
-async def test_a_live_agent_asks_once_so_what_needs_groups_is_refused(connect: Any, deployment: Any, job: Any) -> None:
+async def test_algorithms_that_need_groups_are_refused_for_online_jobs(connect: Any, deployment: Any, job: Any) -> None:
     spec = {"kind": "online_rl", "name": "live", "model": job["model"]}
     async with connect() as client:
         for name in ("grpo", "rloo"):
@@ -376,8 +376,8 @@ async def test_limits_version_and_prometheus(connect: Any) -> None:
 
 
 @pytest.mark.long
-async def test_what_a_client_can_run_into_is_shown(connect: Any) -> None:
-    """Each bound by its name; ``test_bounds`` shows that they hold."""
+async def test_the_bounds_that_a_client_can_reach_are_shown(connect: Any) -> None:
+    """Each bound is listed by name; ``test_bounds`` checks that the server enforces it."""
     own = {
         "http_connections": 100, "http_connections_per_address": 50, "http_head_bytes": 2048, "http_head_s": 3.0,
         "http_body_s": 4.0, "key_concurrency": 7, "key_large_bodies": 2, "large_bodies": 5, "tenant_share": 0.5,

@@ -31,7 +31,7 @@ def blocks(text: str) -> list[dict[str, str]]:
 
 
 def submit(served: Any, job: Any) -> str:
-    """Submit a job, of which a leader then says that it is pending; its id."""
+    """Submit a job, and publish the event ``pending`` as its leader does; return the id."""
     id: str = httpx.post(f"{served.url}/v1/jobs", json=job).json()["id"]
     served.deployment.emit(id, "phase", "pending")
     return id
@@ -137,7 +137,7 @@ def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, serve: Any, de
     assert seen == list(range(1, 402))
 
 
-def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, deployment: Any, job: Any) -> None:
+def test_a_client_that_resumes_at_deleted_events_gets_a_reset(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
     for i in range(5):
         deployment.emit(id, "step", f"step {i}")
@@ -149,7 +149,7 @@ def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, deployment
         return blocks(httpx.get(f"{served.url}/v1/jobs/{id}/events", headers=headers).text)
 
     _, reset, *events, end = stream("3")
-    assert (reset["event"], "id" in reset) == ("reset", False), "it is no place to resume from"
+    assert (reset["event"], "id" in reset) == ("reset", False), "a client cannot resume from it"
     assert json.loads(reset["data"])["data"] == {"after": 3}
     assert [event["id"] for event in events] == ["4", "5", "6", "7"]
     assert end["event"] == "end"
@@ -195,7 +195,7 @@ async def test_pings_and_cleanup() -> None:
     assert closed
 
 
-def test_a_failing_source_says_so_and_can_be_resumed(
+def test_a_failing_source_is_reported_and_can_be_resumed(
     served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow = JobEvents.follow

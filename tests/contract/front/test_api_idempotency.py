@@ -1,4 +1,4 @@
-"""Idempotency keys and rate limits, alone and over a real Valkey that dies at the worst moment."""
+"""Idempotency keys and rate limits, without Valkey and with a real Valkey that dies under load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_key(key: str) -> dict[str, str]:
 
 
 class Held:
-    """Submissions that have begun and wait until they may go on."""
+    """Events of held submissions: ``begun`` is set when the first begins; tests set ``go_on``."""
 
     def __init__(self) -> None:
         self.begun, self.go_on = asyncio.Event(), asyncio.Event()
@@ -28,7 +28,7 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    """Submissions wait until they are let go on."""
+    """Hold all submissions until the test sets ``go_on``."""
     submit, held = Submissions.submit, Held()
 
     async def waiting(*given: Any, **named: Any) -> Any:
@@ -87,7 +87,7 @@ async def test_another_body_or_query_under_the_same_key(connect: Any, deployment
 
 
 @pytest.mark.long
-async def test_failures_are_not_kept(connect: Any, deployment: Any, job: Any) -> None:
+async def test_failures_are_not_stored(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         deployment.server.kill()
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 503
@@ -96,7 +96,7 @@ async def test_failures_are_not_kept(connect: Any, deployment: Any, job: Any) ->
 
 
 @pytest.mark.parametrize("key", ["", '""', "x" * 256])
-async def test_keys_that_are_none(connect: Any, job: Any, key: str) -> None:
+async def test_invalid_keys(connect: Any, job: Any, key: str) -> None:
     async with connect() as client:
         reply = await client.post("/v1/jobs", json=job, headers=with_key(key))
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "bad_idempotency_key")
@@ -138,7 +138,7 @@ async def test_requests_in_flight_are_shared_over_valkey(
 
 @pytest.mark.long
 async def test_kill_valkey_under_load(connect: Any, deployment: Any, job: Any, valkey: Any) -> None:
-    """Every request succeeds before, during and after; retries with a key keep having one effect."""
+    """All requests succeed before, during and after the outage; retries with a key still have one effect."""
     async with connect(redis_url=valkey.url) as client:
         failures: list[Any] = []
         slowest = 0.0
@@ -170,11 +170,11 @@ async def test_kill_valkey_under_load(connect: Any, deployment: Any, job: Any, v
             valkey.start()
         assert not failures
         assert deployment.submitted == sent > 20
-        assert slowest < 5.0, "nobody waits for a Valkey that is away; a machine under load is slow itself"
+        assert slowest < 5.0, "requests do not wait for a Valkey that is away; a machine under load is slow itself"
         await until_redis_is(client, "in use")
 
 
-async def test_readiness_tells_of_valkey_though_nobody_needs_it(connect: Any, valkey: Any) -> None:
+async def test_readiness_shows_the_state_of_valkey(connect: Any, valkey: Any) -> None:
     async with connect(redis_url=valkey.url) as client:
         await until_redis_is(client, "in use")
         valkey.kill()
@@ -202,7 +202,7 @@ async def test_a_valkey_that_hangs_costs_little(connect: Any, job: Any, valkey: 
         assert time.perf_counter() - began < 8
 
 
-async def test_a_valkey_that_was_never_there(connect: Any, job: Any) -> None:
+async def test_a_valkey_that_never_answered(connect: Any, job: Any) -> None:
     async with connect(redis_url="redis://127.0.0.1:1/0") as client:
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
         assert (await client.get("/readyz")).status_code == 200
@@ -215,10 +215,10 @@ async def test_one_key_takes_no_replies_from_another(monkeypatch: pytest.MonkeyP
         await store.finish(f"mine {number}", StoredReply(b"f", 200), owner="victim")
     for number in range(50):
         assert await store.claim(f"theirs {number}", b"f", owner="flooder") is None
-    kept = [await store.claim(f"mine {number}", b"f", owner="victim") for number in range(3)]
-    assert [reply.status for reply in kept if reply is not None] == [200, 200, 200]
+    stored = [await store.claim(f"mine {number}", b"f", owner="victim") for number in range(3)]
+    assert [reply.status for reply in stored if reply is not None] == [200, 200, 200]
     monkeypatch.setattr(idempotency, "MAX_BYTES", 10_000)
     for number in range(4):
         await store.finish(f"long {number}", StoredReply(b"f", 200, body=b"a" * 4000), owner="flooder")
-    kept = [await store.claim(f"mine {number}", b"f", owner="victim") for number in range(3)]
-    assert all(reply is not None for reply in kept), "nor by long ones"
+    stored = [await store.claim(f"mine {number}", b"f", owner="victim") for number in range(3)]
+    assert all(reply is not None for reply in stored), "nor by long ones"

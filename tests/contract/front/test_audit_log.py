@@ -1,4 +1,4 @@
-"""Which requests leave a record of who sent them, and who reads these."""
+"""The audit log: which requests leave a record of their sender, and which keys may read the records."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ OF_AGENTS = {
     "POST /v1/feedback/tokens", "POST /v1/episodes", "POST /v1/episodes/{episode}/end",
     "POST /v1/episodes/{episode}/keys",
 }  # fmt: skip
-"""Routes that may change something and leave no record. Think before you add to this."""
+"""Routes of agents, which change data and leave no record; add a route only for a good reason."""
 
 
-async def made(client: Any, *scopes: str) -> tuple[str, dict[str, str]]:
+async def create_key(client: Any, *scopes: str) -> tuple[str, dict[str, str]]:
     body = {"name": "ops", "scopes": list(scopes)}
     reply = (await client.post("/v1/keys", json=body, headers=ROOT)).json()
     return reply["id"], {"authorization": f"Bearer {reply['key']}"}
@@ -54,9 +54,9 @@ async def test_every_route_that_changes_something_is_audited_or_of_agents(connec
     assert {f"POST {path}" for path in DATA_PATHS} == OF_AGENTS
 
 
-async def test_a_record_says_who_what_and_what_came_of_it(connect: Any, deployment: Any, job: Any) -> None:
+async def test_a_record_names_the_sender_the_request_and_its_status(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
-        id, bearer = await made(client, "jobs:write", "jobs:read")
+        id, bearer = await create_key(client, "jobs:write", "jobs:read")
         trace = "4bf92f3577b34da6a3ce929d0e0e4736"
         headers = {**bearer, "traceparent": f"00-{trace}-00f067aa0ba902b7-01", "idempotency-key": "mine"}
         posted = await client.post("/v1/jobs", json=job, headers=headers)
@@ -76,7 +76,7 @@ async def test_a_record_says_who_what_and_what_came_of_it(connect: Any, deployme
     assert cancelled.body_sha256 == ""
 
 
-async def test_the_key_itself_is_nowhere(connect: Any, deployment: Any, caplog: Any) -> None:
+async def test_the_key_itself_is_stored_nowhere(connect: Any, deployment: Any, caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
         async with connect(api_keys="root") as client:
             reply = await client.post("/v1/keys", json={"name": "ops", "scopes": ["admin"]}, headers=ROOT)
@@ -86,10 +86,12 @@ async def test_the_key_itself_is_nowhere(connect: Any, deployment: Any, caplog: 
     assert reply.json()["key"] not in str(record) + str([vars(line) for line in caplog.records])
 
 
-async def test_who_may_not_leaves_a_line_in_the_log_only(connect: Any, deployment: Any, job: Any, caplog: Any) -> None:
+async def test_an_unauthorized_request_leaves_only_a_line_in_the_log(
+    connect: Any, deployment: Any, job: Any, caplog: Any
+) -> None:
     async with connect(api_keys="root") as client:
-        id, reader = await made(client, "jobs:read")
-        writer, bearer = await made(client, "jobs:write")
+        id, reader = await create_key(client, "jobs:read")
+        writer, bearer = await create_key(client, "jobs:write")
         with caplog.at_level(logging.INFO):
             assert (await client.post("/v1/jobs", json=job)).status_code == 401
             assert (await client.post("/v1/jobs", json=job, headers=reader)).status_code == 403
@@ -104,7 +106,7 @@ async def test_who_may_not_leaves_a_line_in_the_log_only(connect: Any, deploymen
     assert [(one["key"], one["status"]) for one in lines] == [(id, 403), (writer, 400), (writer, 422), (writer, 404)]
 
 
-async def test_a_record_that_cannot_be_stored_holds_up_nobody(
+async def test_a_record_that_cannot_be_stored_delays_no_request(
     connect: Any, deployment: Any, job: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.services.coordinator.access.APPEND_S", 0.2)
@@ -126,7 +128,7 @@ async def test_a_record_that_cannot_be_stored_holds_up_nobody(
 
 async def test_only_administrators_read_it_page_by_page(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
-        id, bearer = await made(client, "jobs:write", "jobs:read", "feedback:admin")
+        id, bearer = await create_key(client, "jobs:write", "jobs:read", "feedback:admin")
         jobs = [(await client.post("/v1/jobs", json=job, headers=bearer)).json()["id"] for _ in range(3)]
         assert (await client.get("/v1/audit-log", headers=bearer)).status_code == 403
         first = (await client.get("/v1/audit-log?limit=3&order=asc", headers=ROOT)).json()
@@ -158,6 +160,6 @@ async def test_clients_and_the_command_read_all_pages(served: Any, deployment: A
     async with AsyncClient(served.url) as aclient:
         assert await aclient.audit_log.list(since=0.0, job=id, limit=1000, order="asc") == rows
     env = {"PENSTOCK_URL": served.url, "COLUMNS": "250"}
-    told = CliRunner().invoke(cli, ["audit-log", "--job", id, "--since", "1h"], env=env)
-    assert (told.exit_code, told.output.count(f"POST /v1/jobs/{id}/pause")) == (0, many)
+    shown = CliRunner().invoke(cli, ["audit-log", "--job", id, "--since", "1h"], env=env)
+    assert (shown.exit_code, shown.output.count(f"POST /v1/jobs/{id}/pause")) == (0, many)
     assert CliRunner().invoke(cli, ["audit-log", "--since", "soon"], env=env).exit_code == 2

@@ -1,4 +1,4 @@
-"""Bounds on one client: connections, heads, bodies, requests at once, followers."""
+"""Bounds on one client: its connections, heads, bodies, concurrent requests and event streams."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROOT = {"authorization": "Bearer root"}
 
 
 def test_a_connection_without_requests_is_closed_by_the_client() -> None:
-    """One that the server closes first may have a request on its way, which then is lost."""
+    """If the server closed an idle connection first, a request already on its way would be lost."""
     assert server_of(answering, ServiceSettings(http_port=0)).config.timeout_keep_alive == KEEP_ALIVE_S
     for client in (httpx.Client(), Client("http://127.0.0.1:1")._http):
         expiry = client._transport._pool._keepalive_expiry  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def test_a_connection_without_requests_is_closed_by_the_client() -> None:
 
 @contextlib.asynccontextmanager
 async def serving(deployment: Any, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
-    """The application behind the server that the coordinator starts, and its port."""
+    """Run the application in the server that coordinators use; yield a client and the port."""
     async with (
         deployment.listening(**more) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as client,
@@ -51,7 +51,7 @@ async def serving(deployment: Any, **more: Any) -> AsyncIterator[tuple[httpx.Asy
 
 
 async def answer_to(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
-    """All that the server says before it ends the connection."""
+    """Send ``pieces`` one by one; return all that the server sends before it ends the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     with contextlib.suppress(ConnectionError):
@@ -100,7 +100,7 @@ async def test_slow_heads_bodies_and_silence_end(deployment: Any) -> None:
 
 
 async def answering(scope: Any, receive: Any, send: Any) -> None:
-    """An application: one answer in one piece, or for ``/slow`` one in pieces."""
+    """Answer as an ASGI application: with one large piece, after small pieces for ``/slow``."""
     if scope["type"] != "http":
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -112,14 +112,14 @@ async def answering(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.long
-async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(
+async def test_a_slow_reader_gets_its_answer_and_a_stopped_one_is_dropped(
     monkeypatch: pytest.MonkeyPatch, listen: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr("penstock.services.coordinator.webserver.WRITE_S", 0.8)
     async with listen(answering, ServiceSettings(http_port=0)) as port:
 
         async def read(first_s: float, pause_s: float) -> int:
-            """Bytes that came, with a pause before the first one and after each MiB."""
+            """Read an answer with a pause before the first byte and after each MiB; return the number of bytes."""
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
             writer.write(head("/", "connection: close"))
             await asyncio.sleep(first_s)
@@ -136,7 +136,7 @@ async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(
 
 
 async def test_an_answer_is_not_cut_by_the_head_behind_it(listen: Callable[..., Any]) -> None:
-    """Some clients send an empty line after a body, or the next request before they have the answer."""
+    """Some clients send an empty line after a body, or the next request before the answer arrived."""
     async with listen(answering, ServiceSettings(http_port=0, http_head_s=0.3)) as port:
         answer = await answer_to(port, head("/slow", "connection: close"), b"\r\n", wait_s=0.1)
         assert answer.startswith(b"HTTP/1.1 200 "), answer[:100]
@@ -144,7 +144,7 @@ async def test_an_answer_is_not_cut_by_the_head_behind_it(listen: Callable[..., 
 
 
 async def test_requests_that_wait_are_answered_before_a_connection_ends(deployment: Any) -> None:
-    """A client that sends more at once than may wait sends again what was not answered."""
+    """The server answers the requests that may wait, then closes; the client repeats the others."""
     async with serving(deployment) as (_, port):
         answer = await answer_to(port, head("/healthz") * 40)
         assert answer.count(b"HTTP/1.1 200 ") == 1 + MAX_PIPELINED
@@ -171,7 +171,7 @@ async def test_connections_of_one_address_are_bounded(deployment: Any) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_proxy_may_have_as_many_as_there_are(deployment: Any) -> None:
+async def test_a_trusted_proxy_may_open_all_connections(deployment: Any) -> None:
     bounds = {"http_connections_per_address": 1, "http_connections": 16, "forwarded_allow_ips": "127.0.0.1"}
     async with serving(deployment, **bounds) as (_, port), contextlib.AsyncExitStack() as stack:
         for _ in range(16):
@@ -185,7 +185,7 @@ async def test_requests_of_one_key_at_once_are_bounded(connect: Any, job: Any) -
         path, held = f"/v1/jobs/{id}", {"params": {"wait": 30}, "headers": ROOT}
 
         async def poll() -> None:
-            while (await client.get(path, **held)).status_code == 429:  # it met a look at how many there are
+            while (await client.get(path, **held)).status_code == 429:  # it met a check of the number of streams
                 await asyncio.sleep(0.01)
 
         polls = [asyncio.create_task(poll()) for _ in range(2)]
@@ -229,25 +229,25 @@ async def test_people_read_the_document_as_a_page_without_a_key(connect: Any) ->
 
 
 @pytest.mark.long
-async def test_many_who_wait_for_a_job_look_at_it_once(
+async def test_many_polls_of_a_job_share_its_reads(
     connect: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connect() as client:
-        id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, JobStore.get
+        id, reads, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, JobStore.get
 
         async def counted(store: JobStore, name: str) -> Any:
-            nonlocal looks
-            looks += 1
+            nonlocal reads
+            reads += 1
             return await get(store, name)
 
         monkeypatch.setattr(JobStore, "get", counted)
         polls = [asyncio.create_task(client.get(f"/v1/jobs/{id}", params={"wait": 30})) for _ in range(40)]
         async with asyncio.timeout(LONG_S):
-            while looks < 45:  # 40 to begin with, and a few by which all of them were looked after
+            while reads < 45:  # 40 first reads, and a few shared ones after all polls wait
                 await asyncio.sleep(0.05)
-        began, before = time.monotonic(), looks
+        began, before = time.monotonic(), reads
         await asyncio.sleep(1.0)
-        assert looks - before <= 4 * (time.monotonic() - began) + 2
+        assert reads - before <= 4 * (time.monotonic() - began) + 2
         deployment.advance(id, "succeeded")
         replies = await asyncio.gather(*polls)
         assert {reply.json()["status"]["phase"] for reply in replies} == {"succeeded"}
@@ -293,8 +293,8 @@ async def test_many_readers_of_events_share_a_follower(
         assert lines == [*(f"id: {seq}" for seq in range(number % 3 + 1, 9)), "event: end"]
 
 
-async def test_readers_that_went_leave_nothing_behind(deployment: Any, services: Services, job: Any) -> None:
-    """Nothing happens for hours, and clients come and go."""
+async def test_readers_that_left_leave_nothing_behind(deployment: Any, services: Services, job: Any) -> None:
+    """Clients come and go while a job has no events."""
     id = deployment.submit(job)
     deployment.emit(id, "phase", "pending")
     feeds = Feeds(services.jobs, services.events, asyncio.Event())
@@ -318,7 +318,7 @@ async def test_readers_that_went_leave_nothing_behind(deployment: Any, services:
 
 
 class Crowd:
-    """Many readers of one job's events; counts what is encoded, and what they are sent in one turn of the loop."""
+    """Many readers of one job's events; counts the encoded events, and the most sent in one turn of the loop."""
 
     def __init__(self, feeds: Feeds, job: str, *, after: int) -> None:
         self.feeds, self.job, self.after = feeds, job, after
@@ -363,7 +363,7 @@ async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(
     found = await crowd.read(200)
     await feeds.close()
     assert set(found) == {b"x" * 202}
-    assert crowd.encoded == list(range(1, 203)), "each once, whoever reads it"
+    assert crowd.encoded == list(range(1, 203)), "each once, however many read it"
     assert crowd.busiest <= 2 * PER_TURN, "those that had waited for their turn, and those that had not"
 
 
@@ -391,7 +391,7 @@ async def test_readers_that_wait_share_what_is_encoded_and_take_turns(
 async def test_a_connection_that_is_gone_is_not_written_to(
     deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Hundreds of readers left at once, and news comes before the ends of all of them had their turns."""
+    """Readers left, and an event comes before the server has handled the ends of all their connections."""
     waiting: list[Callable[[], None]] = []
     monkeypatch.setattr(_Bounds, "later", lambda self, loop, end: waiting.append(end))
     id = deployment.submit(job)
@@ -416,10 +416,10 @@ async def test_a_connection_that_is_gone_is_not_written_to(
     assert [record.message for record in caplog.records if "socket.send" in record.message] == []
 
 
-async def test_a_wait_shows_nothing_older_than_what_it_began_with(
+async def test_a_wait_returns_no_older_revision_than_it_began_with(
     deployment: Any, services: Services, job: Any
 ) -> None:
-    """Another client looked at the job a moment before it was changed, and shares its look."""
+    """Another client read the job just before the change, and the wait shares that read."""
     id = deployment.submit(job)
     deployment.emit(id, "phase", "pending")
     feeds = Feeds(services.jobs, services.events, asyncio.Event())
@@ -450,7 +450,7 @@ DOCUMENTS = st.recursive(
 
 @settings(deadline=None, max_examples=50)
 @given(DOCUMENTS, st.integers(1, 7), st.booleans())
-def test_values_are_counted_before_anything_is_made_of_them(data: Any, size: int, ascii: bool) -> None:
+def test_values_are_counted_before_they_are_parsed(data: Any, size: int, ascii: bool) -> None:
     body = json.dumps([data] * 3, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("penstock.services.coordinator.api.http.documents.CHUNK_BYTES", size)
@@ -464,8 +464,8 @@ def test_values_are_counted_before_anything_is_made_of_them(data: Any, size: int
     ("body", "status"),
     [(b"[1}", 200), (b"[1", 400), (b"[1]]", 400), (b"[[1]", 400), (b"{}", 422), (b"[1,2,3]", 413), (b"[1]x", 400)],
 )
-def test_arrays_that_are_none(body: bytes, status: int) -> None:
-    """``[1}`` is cut into texts of which one is no JSON: that is seen where they are parsed."""
+def test_invalid_arrays(body: bytes, status: int) -> None:
+    """``[1}`` is cut into texts of which one is no valid JSON; their parser must refuse it."""
     found = 200
     try:
         items_of(body, 2)

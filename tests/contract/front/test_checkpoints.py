@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP, by the clients and by the command line: real files, the real reading of them."""
+"""Checkpoints over HTTP, in both clients and on the command line, with real files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "critic/model.safet
 
 
 def write(path: Path, files: dict[str, bytes], *, committed: bool = True) -> None:
-    """A checkpoint as trainers write it."""
+    """Write a checkpoint as trainers do; without ``committed`` it has no ``COMMIT``."""
     entries = {name: {"nbytes": len(data), "sha256": sha256(data)} for name, data in files.items()}
     manifest = json.dumps({"schema": 2, "job": "j", "number": 1, "meta": {}, "environment": {}, "files": entries})
     for name, data in files.items():
@@ -55,7 +55,7 @@ def record(deployment: Any, job: str, number: int, path: Path, reason: str = "in
 
 @pytest.fixture
 def submitted(served: Any, deployment: Any, job: Any, tmp_path: Path) -> Iterator[tuple[Client, str]]:
-    """A job with the checkpoints 0, 4 (the best), 8 (deleted) and 9 (not committed)."""
+    """Submit a job with checkpoints 0, 4 (the best), 8 (deleted) and 9 (not committed); yield a client and its id."""
     for number, files in ((0, {"config.json": b"{}"}), (4, FILES), (9, FILES)):
         write(tmp_path / "data" / str(number), files, committed=number != 9)
     (tmp_path / "data" / "secret").write_text("secret")
@@ -68,12 +68,12 @@ def submitted(served: Any, deployment: Any, job: Any, tmp_path: Path) -> Iterato
         yield client, id
 
 
-def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], deployment: Any) -> None:
+def test_the_list_describes_each_checkpoint(submitted: tuple[Client, str], deployment: Any) -> None:
     client, job = submitted
     rows = client.checkpoints(job)
     assert [row["number"] for row in rows] == [0, 4, 8, 9]
     assert [row["number"] for row in rows if row["available"]] == [0, 4]
-    assert [row["format"] for row in rows] == [None, "hf", None, None], "which files are here says it"
+    assert [row["format"] for row in rows] == [None, "hf", None, None], "the files that are here decide the format"
     assert [[flag for flag in ("initial", "best", "newest", "final") if row[flag]] for row in rows] == [
         ["initial"],
         ["best"],
@@ -92,8 +92,8 @@ def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], de
         client.checkpoint(job, 5)
 
 
-def test_an_adapter_is_told_from_whole_weights(tmp_path: Path) -> None:
-    """The base lies beside it where another job cannot find it otherwise."""
+def test_an_adapter_is_distinguished_from_whole_weights(tmp_path: Path) -> None:
+    """The checkpoint of an adapter may hold the base weights, too, for jobs that cannot find them elsewhere."""
     write(tmp_path, {"adapter_model.safetensors": b"a", "model.safetensors": b"base"})
     ledger = LedgerState()
     ledger.apply(

@@ -1,4 +1,4 @@
-"""The command line against a real server: what it prints, where, and its exit codes."""
+"""The command line against a real server: its output, and its exit codes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(served: Any, monkeypatch: Any) -> Run:
-    """Run a command against the server."""
+    """Return a function that runs a command against the server."""
     monkeypatch.setenv("PENSTOCK_URL", served.url)
     runner = CliRunner()
 
@@ -60,13 +60,13 @@ def test_submit_prints_the_id_and_nothing_else_on_stdout(run: Run, deployment: A
     assert deployment.jobs[id].spec["seed"] == 5
 
 
-def test_submit_tells_what_is_likely_a_mistake(run: Run, deployment: Any, file: str) -> None:
+def test_submit_warns_of_likely_mistakes(run: Run, deployment: Any, file: str) -> None:
     result = run("submit", file, "--set", "optimizer.learning_rate=7")
     assert result.stdout.strip() in deployment.jobs
     assert "warning: optimizer.learning_rate: 7 is outside of what is sane" in result.stderr
 
 
-def test_submit_says_where_agents_ask_an_online_job(run: Run, file: str, tmp_path: Path) -> None:
+def test_submit_prints_the_url_for_agents_of_an_online_job(run: Run, file: str, tmp_path: Path) -> None:
     assert "/feedback" not in run("submit", file).stderr
     online = tmp_path / "online.yaml"
     online.write_text("{kind: online_rl, name: agent, model: {config: {hidden_size: 64}, tokenizer: char}}")
@@ -202,7 +202,7 @@ def test_the_result_of_a_job_is_the_exit_code(run: Run, deployment: Any, file: s
     assert json.loads(run("wait", id, "--json").stdout)["status"]["phase"] == phase
 
 
-def test_wait_says_what_it_waits_for(run: Run, deployment: Any, file: str) -> None:
+def test_wait_prints_what_it_waits_for(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
     result = run("wait", id, "--for", "running", "--timeout", "0.2")
     assert f"{id} is pending, update 0" in result.stderr
@@ -345,14 +345,14 @@ def test_describe(run: Run, deployment: Any, file: str) -> None:
     for part in ("Job file:\n", "hidden_size: 64\n", "State:\n", "rollout-0", "2 groups of 2 per batch", "Events:\n"):
         assert part in shown.stdout, part
     assert ("11 draws" in shown.stdout, " 1 draws" in shown.stdout) == (True, False), "the newest ones"
-    told = json.loads(run("describe", id, "-n", "3", "--json").stdout)
-    assert (told["job"]["id"], len(told["events"]), told["feedback"]) == (id, 3, None)
+    described = json.loads(run("describe", id, "-n", "3", "--json").stdout)
+    assert (described["job"]["id"], len(described["events"]), described["feedback"]) == (id, 3, None)
     deployment.advance(id, "succeeded")
-    over = run("describe", id).stdout
-    assert ("succeeded" in over, "Workers:" in over) == (True, False)
+    ended = run("describe", id).stdout
+    assert ("succeeded" in ended, "Workers:" in ended) == (True, False)
 
 
-def test_audit_is_a_verdict(run: Run, deployment: Any, file: str) -> None:
+def test_audit_sets_the_exit_code(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
     deployment.train(id)
     result = run("audit", id)
@@ -365,7 +365,7 @@ def test_audit_is_a_verdict(run: Run, deployment: Any, file: str) -> None:
     assert run("audit", id, "--json").exit_code == 1
 
 
-def test_replay_is_a_verdict(run: Run, deployment: Any, file: str) -> None:
+def test_replay_sets_the_exit_code(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
     deployment.repeat()
     assert run("replay", id).exit_code == 1
@@ -384,8 +384,8 @@ def test_replay_is_a_verdict(run: Run, deployment: Any, file: str) -> None:
         Admitted(writer_epoch=1, time=0.0, admissions=[admission], low_interactions=0, low_feedback=0),
         BatchSealed(writer_epoch=1, time=0.0, **place, groups=[group]),
     )
-    told = run("replay", id, "--from", "2", "--feedback").stdout.splitlines()
-    assert told[1] == "  draw 2.0: reward 1 (feedback), lag 0: itx by fb"
+    lines = run("replay", id, "--from", "2", "--feedback").stdout.splitlines()
+    assert lines[1] == "  draw 2.0: reward 1 (feedback), lag 0: itx by fb"
 
 
 def test_debug_shows_the_traceback(run: Run, monkeypatch: Any) -> None:
@@ -411,12 +411,12 @@ def test_a_terminal_gets_a_panel(served: Any, deployment: Any, job: Any) -> None
         [sys.executable, "-m", "penstock.cli", "top", id], stdout=theirs, stderr=theirs, stdin=theirs, env=env
     )
     os.close(theirs)
-    text, over = b"", False
+    text, ended = b"", False
     try:
         while chunk := os.read(ours, 1 << 16):
             text += chunk
-            if b"rollout-0" in text and not over:
-                over = True
+            if b"rollout-0" in text and not ended:
+                ended = True
                 deployment.advance(id, "succeeded")
     except OSError:  # the other side is closed
         pass

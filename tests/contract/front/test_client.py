@@ -111,7 +111,7 @@ def test_something_else_on_the_port() -> None:
             while True:
                 try:
                     peer, _ = server.accept()
-                except OSError:  # the test is over
+                except OSError:  # the test has ended
                     return
                 with closing(peer):
                     peer.recv(1 << 16)
@@ -124,7 +124,7 @@ def test_something_else_on_the_port() -> None:
 
 
 class Lossy:
-    """A proxy that passes requests on and loses the first ``losses`` answers."""
+    """A proxy that forwards requests and loses the first ``losses`` answers."""
 
     def __init__(self, port: int, losses: int) -> None:
         self._target, self._losses = port, losses
@@ -205,7 +205,7 @@ def test_events_resume_across_a_restart_of_the_server(client: Client, served: An
     assert [row["id"] for row in client.events(record.id, after=99, follow=False)] == [100, 101, 102]
 
 
-def test_impatience(served: Any, job: Any) -> None:
+def test_a_client_gives_up_after_its_patience(served: Any, job: Any) -> None:
     with Client(served.url, patience_s=0.3, retries=0) as client:
         record = client.submit(job)
         served.stop()
@@ -221,7 +221,7 @@ def test_impatience(served: Any, job: Any) -> None:
 def test_a_repetition_waits_for_its_first_attempt(
     served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers that the first is still being worked on are no failures, however many: both get what it came to."""
+    """However many 409 replies the repetition gets, it waits; both attempts return the same job."""
     submit, begun, may_end = Submissions.submit, threading.Event(), threading.Event()
     answers: list[int] = []
 
@@ -230,7 +230,7 @@ def test_a_repetition_waits_for_its_first_attempt(
         await asyncio.to_thread(may_end.wait, 60)
         return await submit(*given, **named)
 
-    def heard(reply: httpx.Response) -> None:
+    def on_answer(reply: httpx.Response) -> None:
         answers.append(reply.status_code)
         if len(answers) == 3:  # more than it has retries
             may_end.set()
@@ -242,7 +242,7 @@ def test_a_repetition_waits_for_its_first_attempt(
         Client(served.url, retries=1) as again,
         ThreadPoolExecutor(2) as threads,
     ):
-        again._http.event_hooks["response"].append(heard)
+        again._http.event_hooks["response"].append(on_answer)
         one = threads.submit(first._send, call)
         assert begun.wait(60)
         other = threads.submit(again._send, call)
@@ -317,7 +317,7 @@ def test_keys(serve: Any, monkeypatch: Any) -> None:
 
 
 def test_no_authority_is_trusted_where_none_is_needed() -> None:
-    """To load them takes 20 ms; over TLS they are those of the machine."""
+    """For plain HTTP the client skips the load of authorities (20 ms); over TLS it trusts those of the machine."""
     assert authorities("https://penstock.example") is True
     none = authorities("http://127.0.0.1:8000")
     assert isinstance(none, ssl.SSLContext)

@@ -1,4 +1,4 @@
-"""The clients and the OpenAPI document: no operation without a method, no reply that the clients' types do not know."""
+"""The clients and the OpenAPI document: each operation has a method, and each reply fits the clients' types."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ REPLIES: dict[type, Operation] = {
     results.GraderRun: ("POST", "/v1/graders/run"),
     results.AuditEntry: ("GET", "/v1/audit-log"),
 }
-"""Methods and the struct that they return, itself or a list of them. Other tests read rows without a schema."""
+"""Structs that methods return, alone or in a list, each with its operation. Other tests read rows without a schema."""
 
 ARGUMENTS: dict[str, Any] = {
     "job": "job_1", "goal": "terminal", "ref": "addition", "patch": {}, "number": 1, "pool": "rollout", "replicas": 1,
@@ -108,11 +108,11 @@ WAYS: dict[str, list[dict[str, Any]]] = {
     "quarantine.list": [{}, {"job": "job_1"}],
     **{f"quarantine.{verb}": [{"*": ("7",)}, {"*": ("job_1", "7")}] for verb in ("show", "release", "drop")},
 }
-"""Methods that need more, or can be called in several ways; ``*``: by position."""
+"""Methods that need more arguments, or can be called in several ways; ``*`` holds positional arguments."""
 
 
 class Recorder(httpx.BaseTransport):
-    """Answers what begins something with an operation, and almost nothing else; notes what it was asked for."""
+    """A transport that answers each POST with an operation, and most other requests with 404; records all requests."""
 
     def __init__(self) -> None:
         self.asked: set[Operation] = set()
@@ -133,14 +133,14 @@ class Recorder(httpx.BaseTransport):
 
 
 def parts(client: object) -> dict[str, object]:
-    """The client itself, and what it is made of."""
+    """Return the client under an empty name, and its parts by name."""
     named = {name: part for name, part in vars(client).items() if not name.startswith("_")}
     own = {name: part for name, part in named.items() if type(part).__module__.startswith("penstock.client.")}
     return {"": client, **own}
 
 
 def methods(client: object) -> dict[str, Callable[..., Any]]:
-    """Everything that one can do with a client, by name."""
+    """Return all public methods of a client and of its parts, by name."""
     return {
         f"{name}.{verb}".lstrip("."): getattr(part, verb)
         for name, part in parts(client).items()
@@ -150,7 +150,7 @@ def methods(client: object) -> dict[str, Callable[..., Any]]:
 
 
 def run(method: Callable[..., Any], given: dict[str, Any]) -> None:
-    """Call a method with what it must have and what is ``given``; what comes of it does not matter."""
+    """Call a method with its required arguments and those ``given``; ignore result and errors."""
     needed = {
         name: ARGUMENTS[name]
         for name, parameter in inspect.signature(method).parameters.items()
@@ -169,9 +169,9 @@ def run(method: Callable[..., Any], given: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
-    """The OpenAPI document; nothing behind the application is asked for it."""
-    nobody: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Services))
-    return create_app(Services(**{**nobody, "settings": ServiceSettings()})).openapi()
+    """Return the OpenAPI document of an application without services."""
+    absent: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Services))
+    return create_app(Services(**{**absent, "settings": ServiceSettings()})).openapi()
 
 
 def operations(document: dict[str, Any]) -> set[Operation]:
@@ -180,7 +180,7 @@ def operations(document: dict[str, Any]) -> set[Operation]:
 
 
 def template_of(asked: Operation, known: set[Operation]) -> Operation | None:
-    """The operation that a request is: of those that fit the one with the fewest parameters."""
+    """Return the operation of a request: of those that match, the one with the fewest parameters."""
     fitting = [
         (method, path)
         for method, path in known
@@ -204,7 +204,7 @@ def test_every_operation_has_a_method_or_a_reason(document: dict[str, Any], tmp_
         client._http.close()
     reached = {template_of(asked, known) for asked in recorder.asked}
     assert None not in reached, [asked for asked in recorder.asked if template_of(asked, known) is None]
-    assert known - reached - OPENAI - OTHERS == set(), "add a method to the clients, or say here who asks for it"
+    assert known - reached - OPENAI - OTHERS == set(), "add a method to the clients, or list here who calls it"
     assert known >= OPENAI | OTHERS, "it is gone"
     assert (OPENAI | OTHERS) & reached == set(), "the clients do that"
 
@@ -223,13 +223,13 @@ def test_replies_are_those_of_the_document(document: dict[str, Any], kind: type)
 def test_parts_of_the_clients_answer_with_structs() -> None:
     """A method that begins an operation returns the operation's result, whose type depends on its kind."""
     with Client() as client:
-        said = {name: typing.get_type_hints(inspect.unwrap(one))["return"] for name, one in methods(client).items()}
-    loose = {name for name, kind in said.items() if "." in name and "dict[str, typing.Any]" in str(kind)}
+        returned = {name: typing.get_type_hints(inspect.unwrap(one))["return"] for name, one in methods(client).items()}
+    loose = {name for name, kind in returned.items() if "." in name and "dict[str, typing.Any]" in str(kind)}
     assert loose == {f"{part}.{verb}" for part in ("models", "versions") for verb in ("promote", "roll_back")}
 
 
 def compare(document: dict[str, Any], kind: type, schema: dict[str, Any]) -> None:
-    """The struct has every property, needs none that may be missing, takes null where null may come."""
+    """Check that a struct has all properties of a schema, requires no optional one, and accepts null where allowed."""
     fields = {field.encode_name: field for field in msgspec.inspect.type_info(kind).fields}  # type: ignore[union-attr]
     properties = schema["properties"]
     assert properties.keys() - {"object"} <= fields.keys(), kind
@@ -252,7 +252,7 @@ def compare(document: dict[str, Any], kind: type, schema: dict[str, Any]) -> Non
 
 
 def resolved(document: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema that a reference leads to."""
+    """Return the schema, or the one that it refers to."""
     if "$ref" not in schema:
         return schema
     found: dict[str, Any] = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]

@@ -1,4 +1,4 @@
-"""Views of a job by both clients: samples, timelines, logs that are followed, archives, files by their content."""
+"""Views of a job in both clients: samples, timelines, followed logs, archives, artifacts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_samples_timelines_and_names(served: Any, deployment: Any, asking:
 async def test_logs_are_followed_across_a_restart(
     served: Any, deployment: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every line once: those before the server is started again, and those after."""
+    """The client yields every line once: those from before the restart of the server, and those after it."""
     asked, read = threading.Event(), Diagnosis.logs
 
     async def logs(diagnosis: Diagnosis, job: str, **query: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page's files: who may have them, under which policy, and that they load nothing from elsewhere."""
+"""The files of the dashboard: access, content policy, and that they load nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -60,33 +60,33 @@ def request(file: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def tiny(connect: Any, tmp_path: Path) -> Any:
-    """As ``connect``, to a deployment with a base model."""
+    """Return ``connect`` for a deployment with a base model."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(BASE))
     return partial(connect, base_models=tmp_path)
 
 
-async def test_files_are_kept_listed_read_and_deleted(connect: Any) -> None:
+async def test_files_are_stored_listed_read_and_deleted(connect: Any) -> None:
     async with connect() as client:
-        made = []
+        created = []
         for number in (1, 2, 3):
             reply = await uploaded(client, jsonl(ROWS[:number]) + b"\n")
             assert reply.status_code == 200, reply.text
-            made.append(reply.json())
-        assert [row["rows"] for row in made] == [1, 2, 3]
+            created.append(reply.json())
+        assert [row["rows"] for row in created] == [1, 2, 3]
         first = (await client.get("/v1/files", params={"limit": 2})).json()
-        assert [row["id"] for row in first["data"]] == [made[2]["id"], made[1]["id"]]
+        assert [row["id"] for row in first["data"]] == [created[2]["id"], created[1]["id"]]
         assert first["has_more"]
         rest = (await client.get("/v1/files", params={"limit": 2, "after": first["last_id"]})).json()
-        assert [row["id"] for row in rest["data"]] == [made[0]["id"]]
-        content = await client.get(f"/v1/files/{made[1]['id']}/content")
+        assert [row["id"] for row in rest["data"]] == [created[0]["id"]]
+        content = await client.get(f"/v1/files/{created[1]['id']}/content")
         assert content.content == jsonl(ROWS[:2]) + b"\n"
-        gone = await client.delete(f"/v1/files/{made[0]['id']}")
-        assert gone.json() == {"id": made[0]["id"], "object": "file", "deleted": True}
-        for path in (f"/v1/files/{made[0]['id']}", "/v1/files/..%2F..", "/v1/files/file-x/content"):
+        gone = await client.delete(f"/v1/files/{created[0]['id']}")
+        assert gone.json() == {"id": created[0]["id"], "object": "file", "deleted": True}
+        for path in (f"/v1/files/{created[0]['id']}", "/v1/files/..%2F..", "/v1/files/file-x/content"):
             assert (await client.get(path)).status_code == 404
 
 
-async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
+async def test_bad_uploads_are_refused_with_the_line(connect: Any) -> None:
     async with connect() as client:
         bad = await uploaded(client, b'{"a": 1}\n\n[1]\n{"a": \n')
         assert (bad.status_code, bad.json()["error"]["code"]) == (422, "invalid_file")
@@ -104,7 +104,7 @@ async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
 async def test_a_model_is_uploaded_for_job_files(
     deployment: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its id becomes the directory in which the services read it, and it stays while a job needs it."""
+    """A job file names the model by id, which becomes a directory; the file stays while a job needs it."""
     monkeypatch.setenv("PENSTOCK_DATA_DIR", str(deployment.data_dir))
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -115,18 +115,18 @@ async def test_a_model_is_uploaded_for_job_files(
         "train": {"batch_size": 8, "max_updates": 3},
     }  # fmt: skip
     async with connect() as client:
-        made = (await uploaded(client, packed.getvalue(), "model")).json()
-        assert (made["purpose"], made["rows"], made["bytes"]) == ("model", 0, len(packed.getvalue()))
-        job = {**spec, "model": {"path": made["id"], "tokenizer": "char"}}
+        created = (await uploaded(client, packed.getvalue(), "model")).json()
+        assert (created["purpose"], created["rows"], created["bytes"]) == ("model", 0, len(packed.getvalue()))
+        job = {**spec, "model": {"path": created["id"], "tokenizer": "char"}}
         reply = await client.post("/v1/jobs", json=job)
         assert reply.status_code == 202, reply.text
         place = Path(reply.json()["spec"]["model"]["path"])
         assert (place, json.loads((place / "config.json").read_bytes())["model_type"]) == (
-            deployment.data_dir / FILES / made["id"] / "model", "qwen3",
+            deployment.data_dir / FILES / created["id"] / "model", "qwen3",
         )  # fmt: skip
-        used = await client.delete(f"/v1/files/{made['id']}")
+        used = await client.delete(f"/v1/files/{created['id']}")
         assert (used.status_code, "reads file" in used.json()["detail"]) == (409, True)
-        assert (await client.get(f"/v1/files/{made['id']}/content")).status_code == 404
+        assert (await client.get(f"/v1/files/{created['id']}/content")).status_code == 404
         questions = (await uploaded(client, jsonl(ROWS))).json()["id"]
         data = spec["data"] | {"train": {"type": "file", "path": questions}, "prompt": {"template": "{answer}+1"}}
         adapter = {"name": "adapted", "data": data, "model": job["model"] | {"lora": {}}}
@@ -136,13 +136,15 @@ async def test_a_model_is_uploaded_for_job_files(
             deployment.advance(one.json()["id"], "cancelled")
         unneeded = await client.delete(f"/v1/files/{questions}")
         assert unneeded.status_code == 200, "a finished job needs no data"
-        adapted = await client.delete(f"/v1/files/{made['id']}")
+        adapted = await client.delete(f"/v1/files/{created['id']}")
         assert (adapted.status_code, "delete the job first" in adapted.text) == (409, True), adapted.text
         rows = (await uploaded(client, jsonl(ROWS))).json()["id"]
-        for path, told in ((rows, "is a data set, not a model"), (f"file-{'0' * 32}", "no file")):
+        for path, words in ((rows, "is a data set, not a model"), (f"file-{'0' * 32}", "no file")):
             refused = await client.post("/v1/jobs", json={**job, "model": {"path": path, "tokenizer": "char"}})
-            assert (refused.status_code, told in refused.text) == (422, True), refused.text
-        tuned = await client.post("/v1/fine_tuning/jobs", json=request(made["id"], model=f"job:{reply.json()['id']}@0"))
+            assert (refused.status_code, words in refused.text) == (422, True), refused.text
+        tuned = await client.post(
+            "/v1/fine_tuning/jobs", json=request(created["id"], model=f"job:{reply.json()['id']}@0")
+        )
         assert (tuned.status_code, "is a model, not a data set" in tuned.text) == (422, True), tuned.text
         bad = await uploaded(client, jsonl(ROWS), "model")
         assert (bad.status_code, bad.json()["errors"][0]["pointer"]) == (422, "/file")
@@ -167,11 +169,11 @@ async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: A
         assert (await uploaded(client, jsonl(ROWS[:1]), headers=key)).json() == first.json()
         assert (await client.delete(f"/v1/files/{first.json()['id']}")).status_code == 200
         assert (await uploaded(client, jsonl(ROWS[1:2]), headers=key)).status_code == 200
-        kept = {row["id"] for row in (await client.get("/v1/files")).json()["data"]}
-    assert {path.name for path in folders(root)} == kept
+        stored = {row["id"] for row in (await client.get("/v1/files")).json()["data"]}
+    assert {path.name for path in folders(root)} == stored
 
 
-async def test_an_upload_is_not_read_before_its_key_is_known_to_allow_it() -> None:
+async def test_an_upload_is_not_read_before_its_key_is_checked() -> None:
     read = 0
 
     async def receive() -> Any:
@@ -281,7 +283,7 @@ async def test_a_bad_base_model_file_is_named(deployment: Any, tiny: Any, tmp_pa
     assert not deployment.jobs
 
 
-async def test_rows_that_cannot_be_trained_on_are_told_by_line(deployment: Any, tiny: Any) -> None:
+async def test_rows_that_cannot_be_trained_on_are_refused_with_the_line(deployment: Any, tiny: Any) -> None:
     ends = {"messages": [*ROWS[0]["messages"], {"role": "assistant", "content": "1"}], "answer": "1"}
     rows = [ROWS[0], {"messages": [], "answer": "1"}, {"messages": ROWS[1]["messages"]}, ends]
     async with tiny() as client:
@@ -296,45 +298,45 @@ async def test_jobs_are_listed_steered_and_watched(deployment: Any, tiny: Any, j
     async with tiny() as client:
         file = (await uploaded(client, jsonl(ROWS))).json()["id"]
         labels = ({"n": "0"}, {"n": "1"}, {"n": "0"})
-        made = [
+        created = [
             (await client.post("/v1/fine_tuning/jobs", json=request(file, metadata=label))).json()["id"]
             for label in labels
         ]
         other = (await client.post("/v1/jobs", json=job)).json()["id"]
         page = (await client.get("/v1/fine_tuning/jobs", params={"limit": 2})).json()
-        assert ([row["id"] for row in page["data"]], page["has_more"]) == ([made[2], made[1]], True)
-        rest = (await client.get("/v1/fine_tuning/jobs", params={"limit": 2, "after": made[1]})).json()
-        assert ([row["id"] for row in rest["data"]], rest["has_more"]) == ([made[0]], False)
+        assert ([row["id"] for row in page["data"]], page["has_more"]) == ([created[2], created[1]], True)
+        rest = (await client.get("/v1/fine_tuning/jobs", params={"limit": 2, "after": created[1]})).json()
+        assert ([row["id"] for row in rest["data"]], rest["has_more"]) == ([created[0]], False)
         labelled = (await client.get("/v1/fine_tuning/jobs", params={"metadata[n]": "0"})).json()["data"]
-        assert [row["id"] for row in labelled] == [made[2], made[0]]
+        assert [row["id"] for row in labelled] == [created[2], created[0]]
         assert (await client.get(f"/v1/fine_tuning/jobs/{other}")).status_code == 404
         assert (await client.post(f"/v1/fine_tuning/jobs/{other}/cancel")).status_code == 404
 
-        base = f"/v1/fine_tuning/jobs/{made[0]}"
+        base = f"/v1/fine_tuning/jobs/{created[0]}"
         for verb, desired in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
             assert (await client.post(f"{base}/{verb}")).status_code == 200
-            assert deployment.jobs[made[0]].desired_state == desired
+            assert deployment.jobs[created[0]].desired_state == desired
         for number in range(3):
-            deployment.emit(made[0], "step", f"update {number}")
+            deployment.emit(created[0], "step", f"update {number}")
         newest = (await client.get(f"{base}/events", params={"limit": 3})).json()
         assert [row["message"] for row in newest["data"]] == ["update 2", "update 1", "update 0"]
         older = (await client.get(f"{base}/events", params={"after": newest["data"][-1]["id"]})).json()
         steered = [f"{verb}, by key local" for verb in ("cancel", "resume", "pause")]
         assert ([row["message"] for row in older["data"]], older["has_more"]) == (steered, False)
         assert (await client.get(f"{base}/events", params={"after": "x"})).status_code == 422
-        deployment.advance(made[0], "failed", message="the trainer gave up")
+        deployment.advance(created[0], "failed", message="the trainer gave up")
         failed = (await client.get(base)).json()
         assert (failed["status"], failed["error"]["message"]) == ("failed", "the trainer gave up")
-        final = deployment.save(made[1], 8, {"config.json": b"{}"})
-        deployment.record(made[1], Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
-        deployment.advance(made[1], "succeeded")
-        done = (await client.get(f"/v1/fine_tuning/jobs/{made[1]}")).json()
-        assert done["fine_tuned_model"] == f"job:{made[1]}@final"
+        final = deployment.save(created[1], 8, {"config.json": b"{}"})
+        deployment.record(created[1], Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+        deployment.advance(created[1], "succeeded")
+        done = (await client.get(f"/v1/fine_tuning/jobs/{created[1]}")).json()
+        assert done["fine_tuned_model"] == f"job:{created[1]}@final"
         again = await client.post("/v1/fine_tuning/jobs", json=request(file, model=done["fine_tuned_model"]))
         assert again.status_code == 200, again.text
         record = deployment.jobs[again.json()["id"]]
         assert record.spec["model"] == {"path": str(final), "tokenizer": "char"}
-        assert (record.origin.job, record.origin.model) == (made[1], f"job:{made[1]}@final")
+        assert (record.origin.job, record.origin.model) == (created[1], f"job:{created[1]}@final")
         assert (await client.get(f"{base}/checkpoints")).json()["data"] == []
 
 
@@ -388,9 +390,9 @@ async def test_both_clients_and_the_command_line(served: Any, deployment: Any, t
     def run(*words: str) -> Any:
         return CliRunner().invoke(cli, list(words), env={"PENSTOCK_URL": served.url})
 
-    made = run("files", "upload", str(path)).stdout.strip()
-    assert made in run("files", "ls").stdout
-    assert run("files", "rm", made).exit_code == 0
+    created = run("files", "upload", str(path)).stdout.strip()
+    assert created in run("files", "ls").stdout
+    assert run("files", "rm", created).exit_code == 0
     path.write_text("{\n")
     assert run("files", "upload", str(path)).exit_code == 2
     (tmp_path / "grader.yaml").write_text(yaml.safe_dump(CHECK))
@@ -412,9 +414,9 @@ async def test_scaling(connect: Any, served: Any, deployment: Any, job: Any) -> 
         for body in ({"pool": "trainer", "replicas": 1}, {"pool": "env"}, {"pool": "env", "replicas": -1}):
             assert (await client.post(f"/v1/jobs/{id}/scale", json=body)).status_code == 422
         deployment.stop_serving()
-        nobody = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "env", "replicas": 2})
-        assert (nobody.status_code, nobody.json()["error"]["code"]) == (409, "not_supervised")
-        assert "docker compose up --scale env=2" in nobody.json()["detail"]
+        refused = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "env", "replicas": 2})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "not_supervised")
+        assert "docker compose up --scale env=2" in refused.json()["detail"]
     with Client(served.url) as blocking, pytest.raises(Conflict, match="nobody here starts processes"):
         blocking.scale(id, "rollout", 2)
     wrong = CliRunner().invoke(cli, ["scale", id, "trainer=2"], env={"PENSTOCK_URL": served.url})

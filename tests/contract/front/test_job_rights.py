@@ -1,4 +1,4 @@
-"""Rights of a key over jobs: run code by its name, and read files of the machine."""
+"""Rights that a key needs for jobs that name code to run or files of the machine to read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def key(client: Any, *scopes: str, **more: Any) -> dict[str, str]:
 
 
 def with_code(job: dict[str, Any], place: str = "scorer") -> dict[str, Any]:
-    """The job, with code of the user in one place."""
+    """Return a copy of the job that names user code in ``place``."""
     job = copy.deepcopy(job)
     if place == "scorer":
         job["reward"]["scorers"] = [{"type": "function", "path": MODULE}]
@@ -40,7 +40,7 @@ def with_code(job: dict[str, Any], place: str = "scorer") -> dict[str, Any]:
 
 
 async def refusal(client: Any, job: dict[str, Any], caller: dict[str, str]) -> str:
-    """Code of the refusal of a job; empty where it is accepted."""
+    """Submit a job; return the error code if it is refused, or an empty string."""
     reply = await client.post("/v1/jobs", json=job, headers=caller)
     assert reply.status_code in (202, 403), reply.text
     return "" if reply.status_code == 202 else str(reply.json()["error"]["code"])
@@ -120,7 +120,7 @@ async def test_a_simulator_is_given_no_code_and_no_file_without_the_right(connec
 
 
 def test_every_field_that_names_code_or_a_file_is_marked() -> None:
-    """A new kind of scorer or source cannot slip by: fields of these names carry a mark."""
+    """Fields with such names must carry the mark in new scorers and sources, too."""
     seen: set[type[StrictModel]] = set()
 
     def below(model: type[StrictModel]) -> None:

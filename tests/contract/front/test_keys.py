@@ -26,7 +26,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
 
 
-async def made(client: Any, *scopes: str, **more: Any) -> tuple[str, dict[str, str]]:
+async def create_key(client: Any, *scopes: str, **more: Any) -> tuple[str, dict[str, str]]:
     reply = await client.post("/v1/keys", json={"name": "k", "scopes": list(scopes), **more}, headers=ADMIN)
     assert reply.status_code == 201, reply.text
     return reply.json()["id"], bearer(reply.json()["key"])
@@ -39,11 +39,11 @@ def test_every_route_names_the_scope_that_it_needs() -> None:
     assert without == FREE - {"/openapi.json"}
 
 
-async def test_a_key_may_do_what_its_scopes_say_and_nothing_else(connect: Any, job: Any) -> None:
+async def test_a_key_may_do_what_its_scopes_allow_and_nothing_else(connect: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
-        _, reader = await made(client, "jobs:read")
-        _, writer = await made(client, "jobs:write")
-        _, admin = await made(client, "admin")
+        _, reader = await create_key(client, "jobs:read")
+        _, writer = await create_key(client, "jobs:write")
+        _, admin = await create_key(client, "admin")
         assert (await client.get("/v1/jobs", headers=reader)).status_code == 200
         refused = await client.post("/v1/jobs", json=job, headers=reader)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "missing_scope")
@@ -74,12 +74,12 @@ async def test_the_secret_is_shown_once_and_stored_nowhere(connect: Any, deploym
             (await client.post("/v1/keys", json={"name": "k", "scopes": ["admin"]}, headers=again)).json()
             for _ in range(2)
         ]
-        assert first["key"] != second["key"]  # a reply with a secret is not kept
+        assert first["key"] != second["key"]  # a reply with a secret is not stored
 
 
 async def test_revoked_expired_and_forged_keys(connect: Any, monkeypatch: Any) -> None:
     async with connect(api_keys="root") as client:
-        id, key = await made(client, "jobs:read")
+        id, key = await create_key(client, "jobs:read")
         assert (await client.get("/v1/jobs", headers=key)).status_code == 200
         assert (await client.delete(f"/v1/keys/{id}", headers=ADMIN)).status_code == 204
         gone = await client.get("/v1/jobs", headers=key)
@@ -87,12 +87,12 @@ async def test_revoked_expired_and_forged_keys(connect: Any, monkeypatch: Any) -
         assert (await client.delete(f"/v1/keys/{id}", headers=ADMIN)).status_code == 404
 
         soon = datetime.now(UTC) - timedelta(seconds=1)
-        _, late = await made(client, "jobs:read", expires_at=soon.isoformat())
+        _, late = await create_key(client, "jobs:read", expires_at=soon.isoformat())
         assert "expired at" in (await client.get("/v1/jobs", headers=late)).json()["detail"]
-        _, fresh = await made(client, "jobs:read", expires_in_s=3600)
+        _, fresh = await create_key(client, "jobs:read", expires_in_s=3600)
         assert (await client.get("/v1/jobs", headers=fresh)).status_code == 200
 
-        other, _ = await made(client, "jobs:read")
+        other, _ = await create_key(client, "jobs:read")
         forged = fresh["authorization"].rpartition("rlk_")[2].partition("_")[2]
         for text in (f"rlk_{other}_{forged}", "rlk_", "rlk_x_y", f"rlk_{'0' * 16}_{forged}"):
             assert (await client.get("/v1/jobs", headers=bearer(text))).status_code == 401, text
@@ -102,7 +102,7 @@ async def test_a_revoked_key_is_not_trusted_for_long_by_other_replicas(
     connect: Any, deployment: Any, monkeypatch: Any
 ) -> None:
     async with connect(api_keys="root") as one, connect(api_keys="root") as two:
-        id, key = await made(one, "jobs:read")
+        id, key = await create_key(one, "jobs:read")
         assert (await two.get("/v1/jobs", headers=key)).status_code == 200
         await one.delete(f"/v1/keys/{id}", headers=ADMIN)
         clock = auth.time.monotonic() + auth.TRUST_S
@@ -112,7 +112,7 @@ async def test_a_revoked_key_is_not_trusted_for_long_by_other_replicas(
 
 async def test_without_configured_keys_a_key_still_limits_its_holder(connect: Any, job: Any) -> None:
     async with connect() as client:
-        _, reader = await made(client, "jobs:read")
+        _, reader = await create_key(client, "jobs:read")
         assert (await client.post("/v1/jobs", json=job, headers=reader)).status_code == 403
         assert (await client.post("/v1/jobs", json=job)).status_code == 202
         assert (await client.post("/v1/jobs", json=job, headers=bearer("sk-whatever"))).status_code == 202
@@ -127,7 +127,7 @@ async def test_a_configured_key_may_look_like_a_stored_one(connect: Any) -> None
 
 async def test_a_key_may_have_its_own_rate(connect: Any) -> None:
     async with connect(api_keys="root", rate_limit="100/minute") as client:
-        _, slow = await made(client, "jobs:read", rate_limit="2/minute")
+        _, slow = await create_key(client, "jobs:read", rate_limit="2/minute")
         codes = [(await client.get("/v1/jobs", headers=slow)).status_code for _ in range(3)]
         assert codes == [200, 200, 429]
         assert (await client.get("/v1/jobs", headers=ADMIN)).status_code == 200
@@ -162,7 +162,7 @@ def test_ids_and_digests() -> None:
     assert "admin" in SCOPES
 
 
-def test_the_command_line_makes_lists_and_revokes(served: Any) -> None:
+def test_the_command_line_creates_lists_and_revokes(served: Any) -> None:
     env = {"PENSTOCK_URL": served.url}
 
     def run(*words: str) -> str:
@@ -185,10 +185,10 @@ def test_the_command_line_makes_lists_and_revokes(served: Any) -> None:
 
 async def test_both_clients(served: Any) -> None:
     with Client(served.url) as client:
-        made = client.keys.create("one", ["jobs:read"], expires_in_s=60)
-        assert [key.id for key in client.keys.list()] == [made.id]
-        assert client.keys.show(made.id).name == "one"
-        with Client(served.url, api_key=made.key) as limited:
+        created = client.keys.create("one", ["jobs:read"], expires_in_s=60)
+        assert [key.id for key in client.keys.list()] == [created.id]
+        assert client.keys.show(created.id).name == "one"
+        with Client(served.url, api_key=created.key) as limited:
             assert limited.list() == []
             with pytest.raises(ConfigError, match="lacks the scope 'admin'"):
                 limited.keys.list()

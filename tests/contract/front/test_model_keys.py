@@ -1,4 +1,4 @@
-"""Keys for some models: every route keeps them in the jobs of these, and a new route is refused until it does."""
+"""Keys for some models: every route limits them to jobs of these models; new routes refuse them by default."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CHECKED = {
     "GET /v1/quarantine", "GET /v1/quarantine/{item}",
     "POST /v1/quarantine/{item}/release", "POST /v1/quarantine/{item}/drop",
 }  # fmt: skip
-"""Routes that look for themselves at which model is meant: the first four are tested here, the others with the gateway
+"""Routes that check the model of a request themselves: the first four are tested here, the others with the gateway
 (``serving/test_episode_keys.py``) and with feedback (``feedback/test_quarantine.py``)."""
 
 
 def routes() -> Iterator[tuple[str, APIRoute]]:
-    """Every operation that needs a key, as METHOD PATH."""
+    """Yield every operation that needs a key, as ``METHOD PATH``, with its route."""
     for router in ROUTERS:
         for route in router.routes:
             if isinstance(route, APIRoute) and check_of(route) is not None:
@@ -52,7 +52,7 @@ async def key_for(client: Any, *models: str, **more: Any) -> dict[str, str]:
 
 
 def filled(path: str, job: str) -> str:
-    """A path with the id of a job, and something in all other places."""
+    """Return a path with the id of a job, and arbitrary values for its other parameters."""
     number = {"number": 0, "letter": 7, "job_id": job, "webhook_id": f"wh_{'0' * 32}", "sha256": "0" * 64}
     for name in [part.partition("}")[0] for part in path.split("{")[1:]]:
         path = path.replace(f"{{{name}}}", str(number.get(name, uuid.uuid4())))
@@ -60,7 +60,7 @@ def filled(path: str, job: str) -> str:
 
 
 async def refusal(client: Any, operation: str, job: str, key: dict[str, str]) -> str:
-    """Why a key is refused; empty where it is not."""
+    """Send a request; return why its key is refused, or an empty string."""
     method, _, path = operation.partition(" ")
     body = None if method in ("GET", "DELETE") else {}
     reply = await client.request(method, filled(path, job), json=body, headers=key, params={"wait": 0})
@@ -153,7 +153,7 @@ async def test_no_such_key_may_do_everything(connect: Any) -> None:
 
 
 async def test_models_that_no_job_has(connect: Any, served: Any, job: Any) -> None:
-    """A name may come with a job, which is said; what no job can ever have is refused."""
+    """A key may name a future job, with a warning; a name that no job can have is refused."""
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         for wrong, detail in (
@@ -164,8 +164,8 @@ async def test_models_that_no_job_has(connect: Any, served: Any, job: Any) -> No
             flaw = reply.json()["errors"][0]
             assert (reply.status_code, flaw["pointer"], detail in flaw["detail"]) == (422, "/models/1", True), wrong
         body = {"name": "k", "scopes": ["jobs:read"], "models": [job["name"], id, "later"]}
-        made = (await client.post("/v1/keys", json=body)).json()
-        assert made["warnings"] == ["models: there is no job named 'later' yet"]
+        created = (await client.post("/v1/keys", json=body)).json()
+        assert created["warnings"] == ["models: there is no job named 'later' yet"]
     words = ["keys", "create", "k", "--scopes", "jobs:read", "--models", "later"]
-    told = CliRunner().invoke(cli, words, env={"PENSTOCK_URL": served.url})
-    assert (told.exit_code, "warning: models: there is no job named 'later' yet" in told.stderr) == (0, True)
+    shown = CliRunner().invoke(cli, words, env={"PENSTOCK_URL": served.url})
+    assert (shown.exit_code, "warning: models: there is no job named 'later' yet" in shown.stderr) == (0, True)

@@ -62,8 +62,8 @@ async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, 
     async with AsyncClient(served.url) as aclient:
         shown = await aclient.versions.show(id)
     assert shown == Versions(newest=5, served=4, canary=Trial(**trial))
-    told = CliRunner().invoke(cli, ["get", id], env={**env, "COLUMNS": "200"})
-    assert "5 answers 10% (7 judged, reward 0.5" in told.output
+    shown = CliRunner().invoke(cli, ["get", id], env={**env, "COLUMNS": "200"})
+    assert "5 answers 10% (7 judged, reward 0.5" in shown.output
 
 
 async def test_clients_and_commands_wait_for_the_ledger(served: Any, deployment: Any, job: Any) -> None:

@@ -1,4 +1,4 @@
-"""Views of a job beside its lists: names of metrics, timelines, samples, archives, artifacts, logs, dead letters."""
+"""Views of a job: names of metrics, timelines, samples, archives, artifacts, logs, dead letters."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from penstock.shared.transport import address
 from penstock.shared.transport.address import check_url, reachable_address
 
 
-async def test_made_shown_changed_tried_and_forgotten(connect: Any, deployment: Any, job: Any) -> None:
+async def test_a_webhook_is_created_shown_changed_tried_and_deleted(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(webhook_private=True) as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         reply = await client.post("/v1/webhooks", json={"url": "https://e.example/x", "types": ["rl.*"], "job": id})
@@ -49,7 +49,7 @@ async def test_made_shown_changed_tried_and_forgotten(connect: Any, deployment: 
         assert default["types"] == list(DEFAULT_TYPES)
 
 
-async def test_a_retry_after_a_lost_reply_makes_no_second_one(connect: Any) -> None:
+async def test_a_retry_after_a_lost_reply_creates_no_second_webhook(connect: Any) -> None:
     async with connect() as client:
         key, body = {"Idempotency-Key": "k1"}, {"url": "https://e.example", "types": ["rl.*"]}
         first, again = [(await client.post("/v1/webhooks", json=body, headers=key)).json() for _ in range(2)]
@@ -89,10 +89,10 @@ async def test_bad_webhooks(connect: Any) -> None:
         assert (await client.patch(f"/v1/webhooks/{hook['id']}", json={"types": ["rl.x.v1"]})).status_code == 422
 
 
-def test_every_event_that_is_told_has_a_known_type() -> None:
-    """Types as the coordinator's code spells them: in calls of ``event``, and in rows that it publishes itself.
+def test_every_published_event_has_a_known_type() -> None:
+    """The coordinator's code names types in calls of ``event`` and in rows that it publishes itself.
 
-    ``reset`` is a sign of a stream and no event.
+    ``reset`` is a signal of an event stream, not an event.
     """
     found = {"worker_lost", "worker_back"}  # PresenceChange.type
     for path in Path(coordinator.__file__).parent.rglob("*.py"):
@@ -110,8 +110,8 @@ def test_every_event_that_is_told_has_a_known_type() -> None:
             if isinstance(kind, ast.Constant):
                 found.add(str(kind.value))
     assert {"asked", "checkpoint", "dropped", "evaluation", "phase", "submitted"} <= found
-    told = {cloud_event("job_1", 1, {"time": 0.0, "type": name, "message": ""})["type"] for name in found - {"reset"}}
-    assert told <= set(EVENT_TYPES)
+    types = {cloud_event("job_1", 1, {"time": 0.0, "type": name, "message": ""})["type"] for name in found - {"reset"}}
+    assert types <= set(EVENT_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ async def test_addresses_are_checked_when_they_are_known() -> None:
     assert await reachable_address("127.0.0.1", 80, private=True) == "127.0.0.1"
 
 
-async def test_a_slow_name_server_holds_up_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_name_server_delays_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answered = threading.Event(), threading.Event()
 
     def slow(*_: Any, **__: Any) -> list[Any]:
@@ -163,15 +163,15 @@ async def test_a_slow_name_server_holds_up_nobody_else(monkeypatch: pytest.Monke
 async def test_both_clients_and_the_command_line(serve: Any, web: Any) -> None:
     served = serve(webhook_private=True)
     with Client(served.url) as client:
-        made = client.webhooks.create(web.url, types=["rl.job.*"])
-        assert client.webhooks.show(made.id).url == web.url
-        assert client.webhooks.test(made.id).delivered
-        assert not client.webhooks.change(made.id, enabled=False).enabled
+        created = client.webhooks.create(web.url, types=["rl.job.*"])
+        assert client.webhooks.show(created.id).url == web.url
+        assert client.webhooks.test(created.id).delivered
+        assert not client.webhooks.change(created.id, enabled=False).enabled
     async with AsyncClient(served.url) as client:
-        assert [row.id for row in await client.webhooks.list()] == [made.id]
-        await client.webhooks.delete(made.id)
+        assert [row.id for row in await client.webhooks.list()] == [created.id]
+        await client.webhooks.delete(created.id)
         with pytest.raises(NotFound):
-            await client.webhooks.show(made.id)
+            await client.webhooks.show(created.id)
 
     def run(*words: str) -> Any:
         return CliRunner().invoke(cli, ["webhooks", *words], env={"PENSTOCK_URL": served.url})

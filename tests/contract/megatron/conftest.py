@@ -1,4 +1,4 @@
-"""Gloo ranks that measure the megatron backend once for all tests."""
+"""Measurements of the megatron backend on Gloo ranks, taken once for all tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Measured:
     export: Path
 
     def worst(self, case: str, quantity: str) -> float:
-        """Over the ranks; NaN if any is."""
+        """Return the largest value of a quantity over the ranks, or NaN if one is NaN."""
         return float(np.max([rank[case][quantity] for rank in self.ranks if case in rank]))
 
 
 @pytest.fixture(scope="session")
 def measured(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    """Runs ``measure.py`` on two ranks, then on four."""
+    """Run ``measure.py`` on two ranks, then on four; return the measurements."""
     spec = importlib.util.spec_from_file_location("megatron_measure", Path(__file__).with_name("measure.py"))
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Program of each rank of the megatron contract: the backend beside `local`, and how far apart they are.
+"""Program of each rank of the megatron contract: runs the backend beside `local`, and measures the differences.
 
 `measure_all` runs on ranks; rank 0 writes the exported model.
 """
@@ -69,9 +69,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], Role]] = {
     ),
     "replayed": ("qwen3_moe", {**MOE, "replay": True}, {"context_parallel": 2, "expert_parallel": 2}, "policy"),
 }  # fmt: skip
-"""Name: architecture, options of the test, cut, role.
+"""Cases by name: architecture, options of the test, cut of the model over ranks, role.
 
-`ranks`: how many, if not two. `go_on_with`: the cut that loads the state, else `local`. `max_logits`: computed at once.
+Options: `ranks`, the number of ranks, if not two; `go_on_with`, the cut that loads the state, else `local`;
+`max_logits`, the number of logits computed at once.
 """
 
 
@@ -85,7 +86,7 @@ def model_config(arch: str, *, tied: bool = True, dtype: str = "float32", **_: A
 
 
 def noisy_model(config: ModelConfig, role: Role) -> PreTrainedModel:
-    """No weight is 0 or 1, biases and norms included."""
+    """Return a model without weights of 0 or 1, also in biases and norms."""
     model = build_model(config, 54, seed=1)
     model = critic_of(model) if role == "critic" else model
     noise = torch.Generator().manual_seed(2)
@@ -96,7 +97,7 @@ def noisy_model(config: ModelConfig, role: Role) -> PreTrainedModel:
 
 
 def ragged_microbatches(*, replay: bool) -> list[Microbatch]:
-    """Three microbatches; an odd number, so that one data-parallel rank runs out. ``replay``: with a router table."""
+    """Return three microbatches, so that one data-parallel rank runs out; with ``replay`` they have router tables."""
     draw = np.random.default_rng(3)
     rows = [
         (draw.integers(0, 54, draw.integers(1, 9)).tolist(), draw.integers(0, 54, draw.integers(1, 12)).tolist())
@@ -112,7 +113,7 @@ def ragged_microbatches(*, replay: bool) -> list[Microbatch]:
 
 
 class Loss:
-    """Policy gradient with fixed weights, entropy bonus and exact KL; remembers what it saw."""
+    """Policy gradient with fixed weights, entropy bonus and exact KL; records entropy and KL of each token."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -237,7 +238,10 @@ def export(backend: MegatronBackend, directory: Path) -> None:
 
 
 def vocabulary_gradient() -> dict[str, float]:
-    """Log-softmax over two ranks' columns beside the whole one: values and gradient, float64."""
+    """Compare the log-softmax over two ranks' columns with the whole one, in float64.
+
+    Return the largest differences of values and gradient.
+    """
     noise = torch.Generator().manual_seed(4)
     whole = torch.randn(7, 10, generator=noise, dtype=torch.float64).mul(5).requires_grad_()
     weight = torch.randn(7, 10, generator=noise, dtype=torch.float64)
@@ -254,7 +258,7 @@ def vocabulary_gradient() -> dict[str, float]:
 
 
 def check_refusals() -> None:
-    """Ranks that a cut does not divide."""
+    """Check that cuts which do not divide the ranks are refused."""
     for cut, message in (
         ({"pipeline_parallel": 4}, "2 trainer ranks cannot be divided by .* = 1 x 1 x 4"),
         ({"expert_parallel": 4}, "expert_parallel 4 does not divide the 2 context- and data-parallel ranks"),
@@ -264,7 +268,7 @@ def check_refusals() -> None:
 
 
 def measure_all(world: World, directory: Path) -> dict[str, dict[str, float]]:
-    """Every case of so many ranks, on this rank."""
+    """Measure on this rank all cases of the present number of ranks; return quantities by case."""
     found, limit = {}, scoring.MAX_LOGITS
     for name, (_, options, _, _) in CASES.items():
         if options.get("ranks", 2) == world.place.size:

@@ -1,7 +1,7 @@
 """The megatron backend on two ranks computes what `local` computes. The numbers come from ``measure.py``.
 
-Bounds, float32: scores 2e-5 (sums over width and vocabulary in another order), the rest the same after five steps of
-AdamW, whose epsilon keeps it from magnifying rounding. What is only copied must agree in every bit.
+Bounds, float32: scores 2e-5 (sums over width and vocabulary in another order), the same for the rest after five steps
+of AdamW, whose epsilon keeps it from magnifying rounding. Copied values must agree in every bit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def test_scores_and_loss_are_those_of_local(measured: Any, case: str) -> None:
     assert measured.worst(case, "loss") < 2e-5
     if case not in ("data", "experts dealt") and "critic" not in case:
         assert measured.worst(case, "entropy and kl") < 2e-5
-        assert measured.worst(case, "largest kl") > 1e-3, "the policies are apart, or the test says nothing"
+        assert measured.worst(case, "largest kl") > 1e-3, "the policies are too close for the test to show anything"
     if "critic" not in case:
         assert measured.worst(case, "reference") < 2e-5
 

@@ -1,4 +1,4 @@
-"""A gateway behind HTTP, a bus, and rollout sessions over a model that says what the test wants. All real, one process.
+"""A gateway behind HTTP, a bus, and rollout sessions over a model with known answers: all real, in one process.
 
 The model is a chain: each word has one successor, with a log-prob of almost 0, except after ``?``, where all words are
 about equally likely.
@@ -71,7 +71,7 @@ def successors() -> dict[str, str]:
 
 
 def save_chain(folder: Path, *, away: bool = False) -> None:
-    """The model and its tokenizer; ``away`` from the chain: every word is followed by the end."""
+    """Save the model and its tokenizer. With ``away``, the end of the answer follows every word."""
     folder.mkdir(parents=True, exist_ok=True)
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     pattern = "|".join(re.escape(word) for word in sorted(WORDS, key=len, reverse=True))
@@ -105,7 +105,7 @@ def save_chain(folder: Path, *, away: bool = False) -> None:
 
 
 def save_characters(folder: Path) -> None:
-    """A model of random weights that writes characters, and its tokenizer."""
+    """Save a model of random weights that generates characters, and its tokenizer."""
     config = ModelConfig(
         config=ArchitectureConfig(
             arch="qwen2", hidden_size=HIDDEN, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1,
@@ -120,7 +120,7 @@ def save_characters(folder: Path) -> None:
 
 @dataclass
 class Stack:
-    """Everything behind ``client``, which speaks HTTP to the gateway."""
+    """A served job: HTTP ``client``, gateway, bus and rollout sessions."""
 
     bus: Bus
     url: str
@@ -137,31 +137,31 @@ class Stack:
 
     @asynccontextmanager
     async def replica(self, **more: Any) -> AsyncIterator[Front]:
-        """Another coordinator's front, with a connection of its own."""
+        """Run the front of another coordinator, with its own connection to the bus."""
         settings = self.settings.model_copy(update={"worker_id": "api-1", **more})
         async with await Bus.connect(self.server.url, name="api-1") as bus, running_front(bus, settings) as front:
             yield front
 
     async def interactions(self) -> list[Interaction]:
-        """All records, in the order in which they became durable."""
+        """Return all records, in the order in which they became durable."""
         messages = await self.bus.read(subjects.INTERACTIONS, subjects.interactions(self.job))
         return [unpack(message.data, Interaction)[0] for message in messages]
 
     async def recorded(self, id: str) -> Interaction:
-        """The record of an interaction."""
+        """Return the record of an interaction."""
         message = await self.bus.last(subjects.INTERACTIONS, subjects.interaction(self.job, id))
         assert message is not None
         return unpack(message.data, Interaction)[0]
 
     async def chat(self, content: str, *, client: httpx.AsyncClient | None = None, **more: Any) -> httpx.Response:
-        """One chat with one message; ``client``: of another front."""
+        """Send a chat of one message, through the ``client`` of another front if it is given."""
         headers = more.pop("headers", {})
         path = more.pop("path", "/v1/chat/completions")
         body = {"model": "agent", "messages": [{"role": "user", "content": content}], "max_tokens": 16, **more}
         return await (client or self.client).post(path, json=body, headers=headers)
 
     def add_worker(self, name: str) -> asyncio.Task[None]:
-        """Another rollout worker."""
+        """Start another rollout worker; return its task."""
         settings = self.settings.model_copy(update={"worker_id": name})
         session = RolloutSession(self.bus, settings, self.job, parse_training(self.record.spec))
         self.rollouts.append(session)
@@ -169,7 +169,10 @@ class Stack:
         return self.sessions[-1]
 
     async def publish(self, version: int, *, away: bool = False, candidate: bool = False) -> None:
-        """A policy version: the chain, or ``away`` from it. A ``candidate`` is beside the one that is served."""
+        """Publish a policy version: the chain, or with ``away`` the model that ends every answer.
+
+        A ``candidate`` is published beside the served version.
+        """
         folder = self.settings.data_dir / "away" if away else self.settings.data_dir / "model"
         if away and not folder.exists():
             save_chain(folder, away=True)
@@ -191,45 +194,46 @@ class Stack:
 
 @dataclass
 class Front:
-    """A coordinator's parts for live requests: its HTTP, its gateway, its desk for feedback."""
+    """A coordinator's parts for live requests: its HTTP server, its gateway and its feedback service."""
 
     url: str
     client: httpx.AsyncClient
     gateway: Gateway
-    desk: FeedbackService
+    service: FeedbackService
     running: list[asyncio.Task[None]]
-    """The gateway and the desk."""
+    """Tasks of the gateway and of the feedback service."""
 
     async def die(self) -> None:
-        """As by SIGKILL: nobody hears of it."""
+        """Stop as by SIGKILL, without notice to other processes."""
         for task in self.running:
             task.cancel()
         await asyncio.gather(*self.running, return_exceptions=True)
 
 
 def consent_of(user: str) -> bool | None:
-    """Consent of a user, which the name tells."""
+    """Return the consent of a user: False if the name contains ``no``, True if ``yes``, else None."""
     return False if "no" in user else True if "yes" in user else None
 
 
 @asynccontextmanager
 async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Front]:
-    """A coordinator's front on the bus."""
+    """Run the front of a coordinator on the bus."""
     store = JobStore(bus)
     gateway = Gateway(bus, settings.worker_id, pseudonym=lambda user: user and f"p-{user}", consent_of=consent_of)
-    desk = FeedbackService(bus, store, settings.data_dir / settings.worker_id)
+    service = FeedbackService(bus, store, settings.data_dir / settings.worker_id)
     services = build_services(bus, store, Members(), {}, settings)
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(services, desk=desk, serving=gateway)
+    app = create_app(services, feedback_service=service, serving=gateway)
     http = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S)
     )
     http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(http._serve([listener]))
-    running = [asyncio.create_task(gateway.run()), asyncio.create_task(desk.run())]
+    running = [asyncio.create_task(gateway.run()), asyncio.create_task(service.run())]
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     key = {"authorization": f"Bearer {settings.api_keys}"} if settings.api_keys else {}
-    front = Front(url, httpx.AsyncClient(base_url=url, timeout=60, headers=key, verify=False), gateway, desk, running)
+    client = httpx.AsyncClient(base_url=url, timeout=60, headers=key, verify=False)
+    front = Front(url, client, gateway, service, running)
     try:
         async with front.client:
             async with asyncio.timeout(60):
@@ -246,7 +250,7 @@ async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Fr
 async def running_stack(
     directory: Path, *, save: Callable[[Path], None] = save_chain, **online: Any
 ) -> AsyncIterator[Stack]:
-    """A stack with one rollout worker that serves version 0 of job `agent`, the model that ``save`` makes."""
+    """Run a stack whose one rollout worker serves version 0 of the job `agent`, a model that ``save`` writes."""
     save(directory / "model")
     settings = ServiceSettings(
         worker_id="api-0", host_id="test", data_dir=directory, shm_dir=directory, rate_limit="100000/minute",
@@ -278,23 +282,23 @@ async def running_stack(
             return publishers[0]
 
         front = await stack.enter_async_context(running_front(bus, settings))
-        made = Stack(
+        served = Stack(
             bus, front.url, front.client, front.gateway, record.id, settings, record, publisher, server,
             front.running[0],
         )  # fmt: skip
-        await made.publish(0)
-        made.add_worker("rollout-0")
+        await served.publish(0)
+        served.add_worker("rollout-0")
         try:
-            yield made
+            yield served
         finally:
-            for task in made.sessions:
+            for task in served.sessions:
                 task.cancel()
-            await asyncio.gather(*made.sessions, return_exceptions=True)
+            await asyncio.gather(*served.sessions, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A directory in memory where there is one: an fsync costs nothing there."""
+    """Yield a directory, in memory where the machine allows it, because an fsync costs nothing there."""
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="penstock-test-", dir=shm if shm.is_dir() else None) as directory:
         yield Path(directory)
@@ -303,25 +307,25 @@ def memory() -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def agent(memory: Path) -> AsyncIterator[Stack]:
-    """One stack for the tests that leave it as it was."""
+    """Run one stack for all tests of a module that leave it as it was."""
     async with running_stack(memory) as stack:
         yield stack
 
 
 @pytest.fixture
 def stack_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Make a stack of the test's own: ``async with stack_of(hold_s=1) as stack``."""
+    """Return a function that runs a stack for one test: ``async with stack_of(hold_s=1) as stack``."""
     return lambda **online: running_stack(tmp_path_factory.mktemp("stack"), **online)
 
 
 @pytest.fixture
 def writer_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """As ``stack_of``, over a model that may write anything."""
+    """Do as ``stack_of``, with a model that may generate any text."""
     return lambda **online: running_stack(tmp_path_factory.mktemp("stack"), save=save_characters, **online)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def writer(memory: Path) -> AsyncIterator[Stack]:
-    """As ``agent``, over a model that may write anything."""
+    """Do as ``agent``, with a model that may generate any text."""
     async with running_stack(memory, save=save_characters) as stack:
         yield stack

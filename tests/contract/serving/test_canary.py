@@ -1,4 +1,4 @@
-"""A version on trial answers its share of the conversations; and whose answers may be trained on."""
+"""A canary version answers its share of the conversations; records name the answers that are not trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRIED = {"promotion": {"canary": {"share": SHARE}}}
 
 
 async def have(stack: Any, version: int) -> None:
-    """Wait until every worker has a version to try."""
+    """Wait until every worker holds ``version`` as its candidate."""
     async with asyncio.timeout(60):
         found = [session._candidate for session in stack.rollouts]
         while not all(one is not None and one.policy.version == version for one in found):
@@ -26,7 +26,7 @@ async def have(stack: Any, version: int) -> None:
 
 
 async def on_trial(stack: Any, version: int | None, *gateways: Any) -> None:
-    """Announce a trial as the leader does, and wait until the gateways have heard it."""
+    """Announce a canary version (None: none), as the leader does; wait until the gateways have received it."""
     row = None if version is None else {"version": version, "share": SHARE}
     await JobStore(stack.bus).set_status(stack.job, canary=row)
     expected = None if version is None else (version, SHARE)
@@ -71,7 +71,7 @@ async def test_each_conversation_is_answered_by_its_arm_at_every_coordinator(sta
 
 
 async def test_no_agent_gets_a_token_of_the_next_version_on_trial(stack_of: Any) -> None:
-    """The served version continues conversations of the trial when the trial's engine moves on."""
+    """When the engine of the canary moves to the next version, the served version continues its conversations."""
     async with stack_of(**TRIED) as stack:
         await stack.publish(1, candidate=True)
         await have(stack, 1)

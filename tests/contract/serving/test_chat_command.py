@@ -1,4 +1,4 @@
-"""`penstock chat` against a gateway and a worker: what it says, sends and posts."""
+"""`penstock chat` against a gateway and a worker: its output, its requests and its feedback."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, b
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def run(stack: Any, *words: str, said: str = "") -> Result:
-    """The command, in a thread: the gateway lives in this one."""
+async def run(stack: Any, *words: str, typed: str = "") -> Result:
+    """Run the command in a thread, because the gateway runs in this one; ``typed`` is its standard input."""
     env = {"PENSTOCK_URL": stack.url, "PENSTOCK_API_KEY": ""}
-    return await asyncio.to_thread(lambda: CliRunner().invoke(app, ["chat", "agent", *words], env=env, input=said))
+    return await asyncio.to_thread(lambda: CliRunner().invoke(app, ["chat", "agent", *words], env=env, input=typed))
 
 
 async def feedback(stack: Any) -> list[Feedback]:
@@ -38,20 +38,20 @@ async def test_one_answer_is_streamed_and_nothing_else_is_printed(agent: Any) ->
 
 async def test_a_thumb_is_posted_about_the_answer(agent: Any) -> None:
     before = len(await feedback(agent))
-    result = await run(agent, "hi", "--temperature", "0", "--rate", said="what?\nn\n")
+    result = await run(agent, "hi", "--temperature", "0", "--rate", typed="what?\nn\n")
     assert result.exit_code == 0, result.output
     (item,) = (await feedback(agent))[before:]
     assert (item.metric, item.value) == ("reward", -1.0)
     assert item.inference == bare_id((await agent.interactions())[-1].id)
-    silent = await run(agent, "hi", "--rate", said="\n")
+    silent = await run(agent, "hi", "--rate", typed="\n")
     assert silent.exit_code == 0
     assert len(await feedback(agent)) == before + 1
 
 
-async def test_a_conversation_goes_on_from_what_was_said(agent: Any) -> None:
-    before, said = len(await agent.interactions()), len(await feedback(agent))
+async def test_a_conversation_continues_from_its_earlier_turns(agent: Any) -> None:
+    before, posted = len(await agent.interactions()), len(await feedback(agent))
     words = ("--rate", "--temperature", "0", "--system", "tool", "--episode", "new")
-    result = await run(agent, *words, said="hi\ny\n\nhi\n\n")
+    result = await run(agent, *words, typed="hi\ny\n\nhi\n\n")
     assert result.exit_code == 0, result.output
     assert result.stdout == "hello world and more\n" * 2
     first, second = (await agent.interactions())[before:]
@@ -59,7 +59,7 @@ async def test_a_conversation_goes_on_from_what_was_said(agent: Any) -> None:
     assert not first.alone
     assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
     assert len(second.prompt_ids) > len(first.prompt_ids) + len(first.token_ids) - 1
-    reward, end = (await feedback(agent))[said:]
+    reward, end = (await feedback(agent))[posted:]
     assert (reward.inference, reward.value) == (bare_id(first.id), 1.0)
     assert (end.episode, end.final) == (first.episode, True), "a new episode ends with the conversation"
 
@@ -72,7 +72,7 @@ async def test_the_length_and_the_episode_are_chosen(agent: Any) -> None:
 
 async def test_as_json_each_answer_and_each_verdict_is_a_line(agent: Any) -> None:
     words = ("--json", "--rate", "--temperature", "0", "--episode", "new")
-    result = await run(agent, *words, said="hi\ny\ntool\n\n")
+    result = await run(agent, *words, typed="hi\ny\ntool\n\n")
     assert result.exit_code == 0, result.output
     answer, verdict, call = [json.loads(line) for line in result.stdout.splitlines()]
     first, second = (await agent.interactions())[-2:]
@@ -91,14 +91,14 @@ async def test_as_json_each_answer_and_each_verdict_is_a_line(agent: Any) -> Non
     assert (json.loads(once.stdout)["text"], json.loads(once.stdout)["finish_reason"]) == ("hello wor", "length")
 
 
-async def test_what_cannot_be_done_is_one_line_and_an_exit_code(agent: Any) -> None:
+async def test_an_error_is_one_line_and_an_exit_code(agent: Any) -> None:
     unknown = await run(agent, "hi", "--rate", "--metric", "taste")
     assert unknown.exit_code == 2
     assert "--metric taste: agent declares reward" in unknown.output
     env = {"PENSTOCK_URL": agent.url, "PENSTOCK_API_KEY": ""}
-    nobody = await asyncio.to_thread(lambda: CliRunner().invoke(app, ["chat", "nobody", "hi"], env=env))
-    assert nobody.exit_code == 1
-    assert "no running job serves a model 'nobody'" in nobody.output
+    unserved = await asyncio.to_thread(lambda: CliRunner().invoke(app, ["chat", "nobody", "hi"], env=env))
+    assert unserved.exit_code == 1
+    assert "no running job serves a model 'nobody'" in unserved.output
     nowhere = await asyncio.to_thread(
         lambda: CliRunner().invoke(app, ["chat", "agent", "hi"], env={"PENSTOCK_URL": "http://127.0.0.1:9"})
     )
@@ -114,5 +114,5 @@ async def test_what_cannot_be_done_is_one_line_and_an_exit_code(agent: Any) -> N
         ({"type": "float", "weight": -1.0}, (-1.0, 1.0)),
     ],
 )
-async def test_a_thumb_is_the_best_or_the_worst_that_can_be_said(metric: Any, expected: Any) -> None:
+async def test_a_thumb_is_the_best_or_the_worst_value_of_a_metric(metric: Any, expected: Any) -> None:
     assert _values("m", MetricConfig(**metric)) == Thumbs("m", *expected)

@@ -17,7 +17,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, without its end, which is checked."""
+    """Return the events of a stream, and check that it ends as it must."""
     lines = [line for line in response.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [orjson.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -46,8 +46,8 @@ async def test_a_chat_is_answered_and_recorded(agent: Any) -> None:
     assert f"ep_{record.episode}" == response.headers["x-episode-id"]
     shown = (await agent.client.get(f"/v1/interactions/{body['id']}")).json()
     assert (shown["id"], shown["token_ids"], shown["spans"]) == (id, record.token_ids, [[0, 0, 6]])
-    nobody = await agent.client.get("/v1/interactions/chatcmpl-019300f4-0000-7000-8000-000000000000")
-    assert nobody.status_code == 404
+    unknown = await agent.client.get("/v1/interactions/chatcmpl-019300f4-0000-7000-8000-000000000000")
+    assert unknown.status_code == 404
 
 
 async def test_a_stream_sends_tokens_one_by_one(agent: Any) -> None:
@@ -122,8 +122,8 @@ async def test_logprobs_of_a_chat(agent: Any) -> None:
     assert all(row["top_logprobs"][0]["token"] == row["token"] and len(row["top_logprobs"]) == 2 for row in rows)
     assert rows[0]["bytes"] == list(b"hello")
     streamed = events(await agent.chat("hi", logprobs=True, stream=True))
-    told = [row["token"] for part in streamed for row in part["choices"][0]["logprobs"]["content"]]
-    assert told == [row["token"] for row in rows]
+    streamed_tokens = [row["token"] for part in streamed for row in part["choices"][0]["logprobs"]["content"]]
+    assert streamed_tokens == [row["token"] for row in rows]
 
 
 async def test_a_prompt_is_scored_by_echo(agent: Any) -> None:
@@ -169,7 +169,7 @@ async def test_a_text_prompt_streams(agent: Any) -> None:
         ({"temperature": 1, "top_p": 1, "seed": 4}, ""),
     ],
 )
-async def test_what_cannot_be_trained_on_is_served_and_says_why(
+async def test_answers_that_cannot_be_trained_on_are_served_and_recorded_with_the_reason(
     agent: Any, sampling: dict[str, Any], reason: str
 ) -> None:
     response = await agent.chat("hi", **sampling)
@@ -197,7 +197,7 @@ async def test_a_changed_temperature_is_that_of_requests_that_name_none(agent: A
         await amend(1.0)
 
 
-async def test_what_must_not_be_stored_is_not(agent: Any) -> None:
+async def test_an_answer_with_store_false_is_not_recorded(agent: Any) -> None:
     before = len(await agent.interactions())
     response = await agent.chat("hi", store=False)
     assert response.status_code == 200
@@ -206,6 +206,6 @@ async def test_what_must_not_be_stored_is_not(agent: Any) -> None:
 
 
 def agent_id(word: str) -> int:
-    """Id of a word of the chain."""
+    """Return the id of a word of the chain."""
     words = ["<pad>", "<bos>", "<eos>", "<unk>", "hi", "hello", " wor", "ld"]
     return words.index(word)

@@ -1,4 +1,4 @@
-"""Keys of one episode: what a browser may hold. They speak and judge in it, and nothing else, and not for long."""
+"""Keys of one episode, for browsers: for a limited time they allow chats and feedback in it, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front(agent: Any) -> AsyncIterator[Any]:
-    """A coordinator that wants keys, beside the one that does not."""
+    """Run a coordinator that requires API keys, beside the first one, which does not."""
     async with agent.replica(api_keys="root") as replica:
         yield replica
 
@@ -32,7 +32,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 async def opened(front: Any, **more: Any) -> tuple[str, dict[str, str]]:
-    """An episode and the header of a key for it."""
+    """Open an episode and create a key for it; return the id of the episode and the header with the key."""
     episode = (await front.client.post("/v1/episodes", json={"model": "agent"})).json()["id"]
     reply = await front.client.post(f"/v1/episodes/{episode}/keys", json=more)
     assert reply.status_code == 201, reply.text
@@ -48,7 +48,7 @@ async def judge(front: Any, key: dict[str, str], **about: Any) -> Any:
     return await front.client.post("/v1/feedback", json={"metric_name": "reward", "value": 1.0, **about}, headers=key)
 
 
-async def test_it_speaks_and_judges_in_its_episode(agent: Any, front: Any) -> None:
+async def test_a_key_allows_chats_and_feedback_in_its_episode(agent: Any, front: Any) -> None:
     episode, key = await opened(front)
     plain = await agent.chat("hi", client=front.client, headers=key)
     by_path = await agent.chat("hi", client=front.client, headers=key, path=f"/e/{episode}/v1/chat/completions")
@@ -71,25 +71,25 @@ async def test_it_speaks_and_judges_in_its_episode(agent: Any, front: Any) -> No
     assert [row["id"] for row in rest.json()["data"]] == ids[1:]
 
 
-async def test_it_comes_with_its_episode(agent: Any, front: Any) -> None:
+async def test_an_episode_is_opened_with_a_key(agent: Any, front: Any) -> None:
     again = {"Idempotency-Key": "with-a-key"}
     body = {"model": "agent", "key": {"expires_in_s": 60, "scopes": ["inference:write"]}}
     first, second = [await front.client.post("/v1/episodes", json=body, headers=again) for _ in range(2)]
-    made = first.json()
+    created = first.json()
     assert (first.status_code, first.headers["cache-control"]) == (201, "no-store"), first.text
-    assert first.headers["location"] == f"/v1/episodes/{made['id']}"
-    assert made["api_key"] != second.json()["api_key"], "a reply with a secret is not kept"
-    end = datetime.fromisoformat(made["api_key_expires_at"]).timestamp()
+    assert first.headers["location"] == f"/v1/episodes/{created['id']}"
+    assert created["api_key"] != second.json()["api_key"], "a reply with a secret is not stored"
+    end = datetime.fromisoformat(created["api_key_expires_at"]).timestamp()
     assert 50 < end - time.time() <= 60
-    own = bearer(made["api_key"])
-    path = made["base_url"].removeprefix(front.url) + "/chat/completions"
+    own = bearer(created["api_key"])
+    path = created["base_url"].removeprefix(front.url) + "/chat/completions"
     turn = await agent.chat("hi", client=front.client, headers=own, path=path)
-    assert turn.headers["x-episode-id"] == made["id"]
-    assert code(await judge(front, own, episode_id=made["id"])) == (403, "missing_scope")
+    assert turn.headers["x-episode-id"] == created["id"]
+    assert code(await judge(front, own, episode_id=created["id"])) == (403, "missing_scope")
     plain = (await front.client.post("/v1/episodes", json={"model": "agent", "key": {}})).json()
     assert (await judge(front, bearer(plain["api_key"]), episode_id=plain["id"])).status_code == 202
-    shown = (await front.client.get(f"/v1/episodes/{made['id']}")).json()
-    assert shown == {name: value for name, value in made.items() if not name.startswith("api_key")}
+    shown = (await front.client.get(f"/v1/episodes/{created['id']}")).json()
+    assert shown == {name: value for name, value in created.items() if not name.startswith("api_key")}
     assert "api_key" not in (await front.client.post("/v1/episodes", json={"model": "agent"})).json()
 
     reply = await front.client.post("/v1/keys", json={"name": "k", "scopes": ["episodes:write", "feedback:write"]})
@@ -103,7 +103,7 @@ async def test_it_comes_with_its_episode(agent: Any, front: Any) -> None:
     assert (await front.client.post("/v1/episodes", json=body, headers=maker)).status_code == 201
 
 
-async def test_it_does_nothing_else(agent: Any, front: Any) -> None:
+async def test_a_key_allows_nothing_else(agent: Any, front: Any) -> None:
     episode, key = await opened(front)
     other, _ = await opened(front)
     elsewhere = await agent.chat("hi", client=front.client, path=f"/e/{other}/v1/chat/completions")
@@ -141,7 +141,7 @@ async def test_it_does_nothing_else(agent: Any, front: Any) -> None:
         assert code(reply) == (403, "episode_key"), path
 
 
-async def test_it_ends(agent: Any, front: Any) -> None:
+async def test_expired_and_forged_keys_and_keys_of_ended_episodes_are_refused(agent: Any, front: Any) -> None:
     episode, key = await opened(front)
     assert (await agent.chat("hi", client=front.client, headers=key)).status_code == 200
     secret = await front.gateway.episodes._bus.kv("privacy").get("episode-keys")
@@ -156,12 +156,12 @@ async def test_it_ends(agent: Any, front: Any) -> None:
         assert reply.headers["www-authenticate"]
     assert (await front.client.post(f"/v1/episodes/{episode}/end")).status_code == 200
     assert code(await agent.chat("hi", client=front.client, headers=key)) == (410, "episode_over")
-    assert (await judge(front, key, episode_id=episode)).status_code == 202, "what is said of it may come later"
+    assert (await judge(front, key, episode_id=episode)).status_code == 202, "feedback on it may come later"
     assert code(await front.client.post(f"/v1/episodes/{episode}/keys")) == (410, "episode_over")
 
 
-async def test_what_it_chooses_counts_in_its_episode_alone(agent: Any, front: Any) -> None:
-    """Both keys are made by one: an id or Idempotency-Key of one episode neither replaces nor blocks another's."""
+async def test_ids_chosen_with_a_key_count_in_its_episode_alone(agent: Any, front: Any) -> None:
+    """One API key creates both episode keys, but the ids and Idempotency-Keys of an episode affect no other."""
     chosen = str(uuid.uuid4())
     stored = []
     for value in (1.0, 0.0):
@@ -177,10 +177,10 @@ async def test_what_it_chooses_counts_in_its_episode_alone(agent: Any, front: An
     assert len({*stored, chosen}) == 5
 
 
-async def test_it_does_not_outlive_the_memory_of_its_episode(
+async def test_a_key_does_not_outlive_the_record_of_its_episode(
     agent: Any, front: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forgotten, an episode set apart for evaluation would be recorded as one to train on."""
+    """Answers in an evaluation episode that the gateway forgot would be recorded as trainable."""
     episode, key = await opened(front, expires_in_s=30 * 86400.0)
     monkeypatch.setattr(episodes, "KEEP_S", 60.0)
     shorter = await front.client.post(f"/v1/episodes/{episode}/keys", json={"expires_in_s": 30 * 86400.0})
@@ -189,15 +189,15 @@ async def test_it_does_not_outlive_the_memory_of_its_episode(
         grant = read_episode_key(text, secret.value)
         assert grant is not None
         assert grant.expires - time.time() <= days * 86400.0 + 60
-    book = front.gateway.episodes
-    await book._kv.delete(episodes._key(agent.job, episode))
-    book._known.clear()
+    known = front.gateway.episodes
+    await known._kv.delete(episodes._key(agent.job, episode))
+    known._known.clear()
     assert code(await agent.chat("hi", client=front.client, headers=key)) == (410, "episode_over")
 
 
-async def test_it_can_do_no_more_than_its_maker_and_dies_with_it(agent: Any, front: Any) -> None:
-    made = await front.client.post("/v1/keys", json={"name": "k", "scopes": ["episodes:write", "feedback:write"]})
-    maker = bearer(made.json()["key"])
+async def test_a_key_allows_no_more_than_its_creator_and_ends_with_it(agent: Any, front: Any) -> None:
+    created = await front.client.post("/v1/keys", json={"name": "k", "scopes": ["episodes:write", "feedback:write"]})
+    maker = bearer(created.json()["key"])
     episode = (await front.client.post("/v1/episodes", json={"model": "agent"}, headers=maker)).json()["id"]
     keys = f"/v1/episodes/{episode}/keys"
     assert code(await front.client.post(keys, headers=maker)) == (403, "missing_scope")
@@ -205,15 +205,15 @@ async def test_it_can_do_no_more_than_its_maker_and_dies_with_it(agent: Any, fro
     key = bearer(reply.json()["key"])
     assert (await judge(front, key, episode_id=episode)).status_code == 202
     assert code(await agent.chat("hi", client=front.client, headers=key)) == (403, "missing_scope")
-    await front.client.delete(f"/v1/keys/{made.json()['id']}")
+    await front.client.delete(f"/v1/keys/{created.json()['id']}")
     assert code(await judge(front, key, episode_id=episode)) == (401, "invalid_api_key")
 
 
-async def test_episodes_that_are_none(front: Any) -> None:
+async def test_unknown_episodes(front: Any) -> None:
     assert (await front.client.post("/v1/episodes/nonsense/keys")).status_code == 404
     assert (await front.client.get("/v1/episodes/nonsense/interactions")).status_code == 404
-    nobody = "ep_019300f4-0000-7000-8000-000000000000"
-    assert (await front.client.get(f"/v1/episodes/{nobody}/interactions")).json()["data"] == []
+    unknown = "ep_019300f4-0000-7000-8000-000000000000"
+    assert (await front.client.get(f"/v1/episodes/{unknown}/interactions")).json()["data"] == []
 
 
 @pytest.mark.long
@@ -221,12 +221,12 @@ async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, fron
     scopes = ["models:read", "inference:write", "episodes:write", "feedback:write", "jobs:read", "jobs:write"]
     scopes.append("feedback:admin")
 
-    async def made(**more: Any) -> dict[str, str]:
+    async def create(**more: Any) -> dict[str, str]:
         reply = await front.client.post("/v1/keys", json={"name": "k", "scopes": scopes, **more})
         assert reply.status_code == 201, reply.text
         return bearer(reply.json()["key"])
 
-    own, light, other = await made(models=["agent"]), await made(max_weight=0.25), await made(models=["x", "y"])
+    own, light, other = await create(models=["agent"]), await create(max_weight=0.25), await create(models=["x", "y"])
     answered = await agent.chat("hi", client=front.client, headers=own)
     answer, spoken = answered.json()["id"], answered.headers["x-episode-id"]
     assert (await judge(front, own, inference_id=answer)).status_code == 202
@@ -266,7 +266,9 @@ async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, fron
         await front.client.post(f"/v1/episodes/{episode}/keys", headers=other),
     ):
         assert code(reply) in {(404, "model_not_found"), (404, "not_found"), (422, "no_such_target")}, reply.text
-        assert agent.job not in reply.text or agent.job in str(reply.request.url), "nothing is said of others' models"
+        assert agent.job not in reply.text or agent.job in str(reply.request.url), (
+            "replies reveal nothing of other models"
+        )
     unknown = await front.client.get("/v1/models/nothing", headers=other)
     known = await front.client.get("/v1/models/agent", headers=other)
     assert known.json()["detail"] == unknown.json()["detail"].replace("nothing", "agent")

@@ -1,4 +1,4 @@
-"""To which episode a request belongs, and until when."""
+"""Episodes: to which one a request belongs, and when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.shared.protocol.live.interaction import FeedbackBatch, bare_id, jo
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_an_episode_is_opened_spoken_in_and_ended(agent: Any) -> None:
+async def test_an_episode_is_opened_used_and_ended(agent: Any) -> None:
     body = {"model": "agent", "split": "val", "tags": {"task": "t1"}, "group_id": "g"}
     opened = await agent.client.post("/v1/episodes", json=body)
     episode = opened.json()
@@ -40,7 +40,7 @@ async def test_an_episode_is_opened_spoken_in_and_ended(agent: Any) -> None:
     assert [(item.episode, item.metric, item.final) for item in items] == [(bare_id(episode["id"]), "", True)]
 
 
-async def test_what_is_over_is_remembered_for_a_while_and_then_forgotten(
+async def test_an_ended_episode_is_remembered_for_a_while_and_then_forgotten(
     agent: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episodes, "KEEP_S", 1.0)
@@ -70,7 +70,9 @@ async def test_an_episode_expires(agent: Any) -> None:
         ({"metadata": {"episode_id": "meta"}}, "meta"),
     ],
 )
-async def test_the_nearest_name_of_an_episode_counts(agent: Any, more: dict[str, Any], expected: str) -> None:
+async def test_a_path_names_the_episode_before_a_header_and_metadata(
+    agent: Any, more: dict[str, Any], expected: str
+) -> None:
     response = await agent.chat("hi", **more)
     record = await agent.recorded(response.headers["x-interaction-id"])
     assert (response.headers["x-episode-id"], record.episode, record.alone) == (expected, expected, False)
@@ -78,15 +80,15 @@ async def test_the_nearest_name_of_an_episode_counts(agent: Any, more: dict[str,
 
 async def test_a_chat_that_goes_on_stays_in_its_episode(agent: Any) -> None:
     first = await agent.chat("hi", user="bob")
-    said = first.json()["choices"][0]["message"]
+    answer = first.json()["choices"][0]["message"]
     question = {"role": "user", "content": "hi"}
-    later = {"messages": [question, {**said, "extra": None}, {"role": "user", "content": "again"}], "user": "bob"}
+    later = {"messages": [question, {**answer, "extra": None}, {"role": "user", "content": "again"}], "user": "bob"}
     second = await agent.chat("", **later)
     assert second.headers["x-episode-id"] == first.headers["x-episode-id"]
     assert (await agent.recorded(second.headers["x-interaction-id"])).alone
     for other in (
         {**later, "user": "eve"},
-        {**later, "messages": [question, {**said, "content": "something else"}, question]},
+        {**later, "messages": [question, {**answer, "content": "something else"}, question]},
         {"messages": [question], "user": "bob"},
     ):
         assert (await agent.chat("", **other)).headers["x-episode-id"] != first.headers["x-episode-id"]

@@ -45,7 +45,7 @@ async def test_every_choice_is_valid_and_recorded_as_constrained(writer: Any) ->
         assert any(value < -0.5 for value in record.logprobs), "those of the mask would be 0 where nothing else may be"
     again = await writer.chat("hi", response_format=schema_of(POINT), **body)
     texts = [[choice["message"]["content"] for choice in one.json()["choices"]] for one in (response, again)]
-    assert texts[0] == texts[1], "the seed says what is drawn"
+    assert texts[0] == texts[1], "the seed determines the sample"
     shown = (await writer.client.get(f"/v1/interactions/{response.json()['choices'][0]['interaction_id']}")).json()
     assert shown["constraint"] == "response_format"
 

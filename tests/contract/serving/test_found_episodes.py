@@ -14,7 +14,7 @@ from penstock.shared.protocol.live.interaction import bare_id
 
 
 class Chat:
-    """A client's side of a conversation: the messages, which grow."""
+    """The client of a conversation; ``messages`` grows with each turn."""
 
     def __init__(self, agent: Any, **more: Any) -> None:
         self.agent, self.more = agent, more
@@ -23,7 +23,7 @@ class Chat:
         self.episodes: list[str] = []
 
     async def ask(self, content: str, **more: Any) -> Any:
-        """Ask once more; return the record of the answer, or None if there is none."""
+        """Send the next message; return the record of the answer, or None if the answer was not recorded."""
         self.messages.append({"role": "user", "content": content})
         reply = await self.agent.chat("", messages=self.messages, **self.more, **more)
         assert reply.status_code == 200, reply.text
@@ -37,7 +37,7 @@ class Chat:
 
 
 async def rewards(agent: Any) -> dict[str, float]:
-    """Return the rewards, by interaction, of what a leader that reads everything has ready."""
+    """Return the reward of each interaction whose trajectory a leader has ready once it has read the streams."""
     supply = LiveSupply(agent.bus, agent.job, OnlineJob.parse(agent.record.spec), epoch=1)
     await supply.recover(LedgerState())
     found = [trajectory for ready in supply.matching.ready.values() for trajectory in ready]
@@ -81,15 +81,15 @@ async def test_unrecorded_or_untrained_answers_join_no_conversation(stack_of: An
 
 @pytest.mark.long
 async def test_a_late_continuation_begins_an_episode(stack_of: Any) -> None:
-    """An answer requested in time may end after its episode closed; a turn of that episode would not be trained."""
+    """The gateway opens a new episode, because a turn that a closed episode gets would not be trained on."""
     async with stack_of(episodes="found", idle_ttl_s=0.5) as agent, agent.replica() as elsewhere:
         talk = Chat(agent)
         await talk.ask("hi")
         await asyncio.sleep(0.6)
         for client in (elsewhere.client, agent.client):
-            kept = talk.messages[:]
+            earlier = talk.messages[:]
             await talk.ask("again", client=client)
-            talk.messages = kept
+            talk.messages = earlier
         assert len(set(talk.episodes)) == 3
 
 

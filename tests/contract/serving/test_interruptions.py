@@ -1,4 +1,4 @@
-"""An agent notices nothing of new weights, lost workers and its own retries; and the records of them."""
+"""New weights, lost workers and retries: agents notice none of them, and the records are right."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.services.rollout.serving.recorder import Recorder
 
 IDS = {"return_token_ids": True}
 LONG = 1900
-"""More tokens than are sampled before a test ends the completion by weights that end everything."""
+"""More tokens than are sampled before a test publishes weights that end every answer."""
 
 
 async def opened(stack: Any, **more: Any) -> tuple[httpx.Response, Any]:
-    """A stream whose first event has come, and its further lines."""
+    """Open a stream and read its first event; return the response and its further lines."""
     body = {"model": "agent", "messages": [{"role": "user", "content": "again"}], "stream": True, **IDS, **more}
     request = stack.client.build_request("POST", "/v1/chat/completions", json=body)
     response = await stack.client.send(request, stream=True)
@@ -31,7 +31,7 @@ async def opened(stack: Any, **more: Any) -> tuple[httpx.Response, Any]:
 
 
 async def tokens_of(lines: Any) -> tuple[list[int], list[str]]:
-    """Token ids and finish reasons in the rest of a stream; its first event has one token."""
+    """Read the rest of a stream after its first event; return its token ids and finish reasons."""
     tokens, ends, last = [], [], ""
     async for line in lines:
         if line.startswith("data: {"):
@@ -46,7 +46,7 @@ async def tokens_of(lines: Any) -> tuple[list[int], list[str]]:
 
 
 async def settled(stack: Any, number: int) -> Any:
-    """The records, once there are ``number`` of them."""
+    """Wait until there are ``number`` records; return them."""
     async with asyncio.timeout(60):
         while len(found := await stack.interactions()) < number:
             await asyncio.sleep(0.02)
@@ -82,14 +82,14 @@ async def test_another_worker_goes_on_where_one_was_lost(stack_of: Any) -> None:
             while stack.rollouts[0].status()["requests"] < 4:
                 await asyncio.sleep(0.01)
         await stack.publish(1, away=True)
-        told = []
+        received = []
         for _, lines in streams:
             tokens, ends = await tokens_of(lines)
             assert ends == ["stop"]
-            told.append(tokens)
-        told.append((await waiting).json()["choices"][0]["token_ids"][1:])
+            received.append(tokens)
+        received.append((await waiting).json()["choices"][0]["token_ids"][1:])
         records = await settled(stack, 4)
-        assert sorted(record.token_ids[1:] for record in records) == sorted(told)
+        assert sorted(record.token_ids[1:] for record in records) == sorted(received)
         assert {record.spans[-1].version for record in records} == {1}
 
 
@@ -99,17 +99,17 @@ async def test_a_restart_of_the_bus_loses_no_token(stack_of: Any) -> None:
         await asyncio.to_thread(stack.server.restart)
         await stack.bus.wait_connected(30)
         await stack.publish(1, away=True)
-        told = []
+        received = []
         for _, lines in streams:
             tokens, ends = await tokens_of(lines)
             assert ends == ["stop"]
-            told.append(tokens)
+            received.append(tokens)
         records = await settled(stack, 2)
-        assert sorted(record.token_ids[1:] for record in records) == sorted(told)
+        assert sorted(record.token_ids[1:] for record in records) == sorted(received)
 
 
 @pytest.mark.long
-async def test_a_worker_that_drains_ends_what_it_has(stack_of: Any) -> None:
+async def test_a_draining_worker_finishes_its_requests(stack_of: Any) -> None:
     async with stack_of(hold_s=0.5) as stack:
         _, lines = await opened(stack, max_tokens=400)
         stack.rollouts[0].drain()
@@ -120,7 +120,7 @@ async def test_a_worker_that_drains_ends_what_it_has(stack_of: Any) -> None:
         await asyncio.wait_for(asyncio.shield(stack.sessions[0]), 60)
 
 
-async def test_without_a_worker_the_client_is_told_to_come_back(stack_of: Any) -> None:
+async def test_without_a_worker_the_client_is_asked_to_retry(stack_of: Any) -> None:
     async with stack_of(hold_s=0.5) as stack:
         stack.sessions[0].cancel()
         await asyncio.gather(*stack.sessions, return_exceptions=True)
@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_is_recorded_as_such(stack_of: Any) -> None:
         assert len(record.token_ids) == len(record.logprobs) == record.spans[-1].end
 
 
-async def test_what_a_gateway_that_died_had_asked_for_is_not_trained_on(
+async def test_answers_that_a_dead_gateway_requested_are_not_trained_on(
     stack_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_SILENT", 2)
@@ -148,7 +148,7 @@ async def test_what_a_gateway_that_died_had_asked_for_is_not_trained_on(
         for _ in range(2):
             await opened(stack, max_tokens=LONG)
         await stack.rollouts[0]._engine.pause("keep")  # or a fast engine would be done before the silence is noticed
-        stack.gateway_task.cancel()  # as it dies: nobody hears it, and it hears nobody
+        stack.gateway_task.cancel()  # as if it died: it sends and receives nothing
         records = await settled(stack, 2)
         for record in records:
             assert (record.finish, record.untrainable) == ("client_disconnected", "client_disconnected")
@@ -246,7 +246,7 @@ async def test_a_retry_does_not_get_the_answer_of_another_client_with_the_same_b
         await settled(stack, 2)
 
 
-async def test_what_nobody_waits_for_goes_to_no_other_worker(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_abandoned_request_goes_to_no_other_worker(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retries, "COME_BACK_S", 1.0)
     async with stack_of() as stack, asyncio.timeout(60):
         first = {"x-stainless-retry-count": "0"}

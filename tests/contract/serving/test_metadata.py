@@ -1,4 +1,4 @@
-"""The `metadata` of requests: known keys are recorded, and others are refused."""
+"""The `metadata` of requests: valid values are recorded, and invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MANY = {f"k{n:02}": "v" for n in range(16)}
         (None, "train", "", {}),
     ],
 )
-async def test_what_is_understood(
+async def test_valid_metadata_is_recorded(
     agent: Any, metadata: dict[str, Any] | None, split: str, untrainable: str, tags: dict[str, str] | None
 ) -> None:
     response = await agent.chat("hi", metadata=metadata)
@@ -40,7 +40,7 @@ async def test_what_is_understood(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "pointer", "said"),
+    ("metadata", "pointer", "words"),
     [
         *[({"split": split}, "/metadata/split", "'val'") for split in ("test", "eval", "holdout", "Val", "", 1)],
         *[({"train": train}, "/metadata/train", "true or false") for train in ("no", "0", 0, 1, "", [])],
@@ -57,8 +57,8 @@ async def test_what_is_understood(
         (["split"], "/metadata", ""),
     ],
 )
-async def test_what_is_not_understood_is_refused_and_not_trained_on(
-    agent: Any, metadata: Any, pointer: str, said: str
+async def test_invalid_metadata_is_refused_and_nothing_recorded(
+    agent: Any, metadata: Any, pointer: str, words: str
 ) -> None:
     before = len(await agent.interactions())
     for path, body in (
@@ -69,7 +69,7 @@ async def test_what_is_not_understood_is_refused_and_not_trained_on(
         assert (response.status_code, response.json()["error"]["code"]) == (422, "invalid_body"), response.text
         (flaw,) = response.json()["errors"]
         assert flaw["pointer"].startswith(pointer), flaw
-        assert said in flaw["detail"], flaw
+        assert words in flaw["detail"], flaw
     assert len(await agent.interactions()) == before
 
 

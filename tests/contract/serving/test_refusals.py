@@ -93,13 +93,13 @@ async def test_a_model_is_promoted_and_rolled_back_by_its_name(agent: Any) -> No
     journal = Journal(agent.bus, agent.job)
     await journal.load()
     await journal.append([JobStarted(writer_epoch=1, time=0.0, config_digest="c")])
-    kept = Checkpointed(
+    checkpoint = Checkpointed(
         writer_epoch=1, time=5.0, number=0, version=0, digest="w", path="/gone", trainer_epoch=1, low_seq=0
     )
-    await journal.append([kept])
-    kept_row = {"number": 0, "time": 5.0, "available": False}
+    await journal.append([checkpoint])
+    row = {"number": 0, "time": 5.0, "available": False}
     assert (await agent.client.get("/v1/models/agent/versions")).json()["data"] == [
-        {"version": 0, "served": True, "newest": True, "checkpoint": kept_row}
+        {"version": 0, "served": True, "newest": True, "checkpoint": row}
     ]
     assert (await agent.client.get("/v1/models/other/versions")).status_code == 404
 

@@ -1,4 +1,4 @@
-"""Several coordinators before one bus: clients may change between them at any moment, and one of them may die."""
+"""Several coordinators on one bus: clients may change between them at any moment, and a coordinator may die."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ async def until(true: Any) -> None:
 
 
 async def asked(stack: Any, front: Any, **body: Any) -> asyncio.Task[Any]:
-    """A first try whose answer is being written, and noted."""
+    """Send a request, and wait until a worker answers it and its note is stored; return the task."""
     task = asyncio.create_task(stack.chat("again", client=front.client, headers=FIRST, **{**BODY, **body}))
 
     async def noted() -> bool:
-        """A request that no worker took is sent again under another id."""
+        """Return True once the note is stored; the gateway renames a request that no worker accepted."""
         written = [answer.id for answer in front.gateway._answers.values() if answer.worker]
         keys = await stack.bus.kv(subjects.ANSWERS).keys("try")
         taken = any(key.endswith(id) for key in keys for id in written)
@@ -46,10 +46,10 @@ async def leave(front: Any, task: asyncio.Task[Any]) -> None:
     task.cancel()
     await asyncio.wait([task])
 
-    async def kept() -> bool:
+    async def abandoned() -> bool:
         return bool(front.gateway.retries.kept)
 
-    await until(kept)
+    await until(abandoned)
 
 
 async def check_one(stack: Any, reply: Any) -> None:
@@ -71,7 +71,7 @@ async def test_a_retry_elsewhere_gets_the_answer_that_is_being_written(stack_of:
 
 @pytest.mark.long
 async def test_a_second_retry_where_the_answer_is_written_gets_it(stack_of: Any) -> None:
-    """The request was handed over, and its client left there, too."""
+    """The first retry took the request over at another coordinator, and then its client left."""
     async with stack_of() as stack, stack.replica() as other:
         await leave(other, await asked(stack, other, max_tokens=1500))
         body = {**BODY, "max_tokens": 1500}
@@ -95,7 +95,7 @@ async def test_a_second_retry_where_the_answer_is_written_gets_it(stack_of: Any)
 
 
 async def test_a_relay_ends_with_the_gateway_that_claimed_the_answer(bus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing comes from the worker, and no sign from the other gateway."""
+    """The worker sends nothing, and the other gateway gives no sign of life."""
     monkeypatch.setattr(handover, "ABSENT_S", 0.2)
     served = Served(name="agent", job="job_x", online=True, version=0, created=0, hold_s=1.0)
     request = InferenceRequest(
@@ -120,7 +120,7 @@ async def test_a_retry_outlives_the_coordinator_that_had_the_request(stack_of: A
 
 
 async def test_a_request_is_noted_before_any_worker_has_it(stack_of: Any) -> None:
-    """A coordinator may die at any moment; what a worker writes then is found by its retry."""
+    """A coordinator may die at any moment; a retry must then find the answer that a worker generates."""
     noted: set[str] = set()
     asked: list[bool] = []
 
@@ -141,7 +141,7 @@ async def test_a_request_is_noted_before_any_worker_has_it(stack_of: Any) -> Non
 
 
 async def test_a_note_that_is_not_stored_yet_is_found(stack_of: Any) -> None:
-    """The note was sent, and then its coordinator died."""
+    """A coordinator may die right after it has sent the note."""
     async with stack_of() as stack, await Bus.connect(stack.server.url, name="dies") as bus:
         served = stack.gateway.find("agent")
         for n in range(200):
@@ -159,7 +159,7 @@ async def test_a_note_that_is_not_stored_yet_is_found(stack_of: Any) -> None:
 
 
 @pytest.mark.long
-async def test_what_another_client_waits_for_is_not_given_out(stack_of: Any) -> None:
+async def test_an_answer_that_a_client_waits_for_goes_to_no_other(stack_of: Any) -> None:
     async with stack_of() as stack, stack.replica() as other:
         waiting = await asked(stack, other)
         mine = await stack.chat("again", headers=AGAIN, **BODY)
@@ -167,9 +167,7 @@ async def test_what_another_client_waits_for_is_not_given_out(stack_of: Any) -> 
         assert len(await stack.interactions()) == 2
 
 
-async def test_what_nobody_comes_back_for_is_given_up_everywhere(
-    stack_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_without_a_retry_is_given_up_everywhere(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async with stack_of() as stack, stack.replica() as other:
         await leave(other, await asked(stack, other, max_tokens=1900))
         body = {**BODY, "max_tokens": 1900}
@@ -189,9 +187,9 @@ async def test_what_nobody_comes_back_for_is_given_up_everywhere(
 async def test_a_chat_goes_on_in_its_episode_at_any_coordinator(stack_of: Any) -> None:
     async with stack_of() as stack, stack.replica() as other:
         first = await stack.chat("hi", user="bob")
-        said = first.json()["choices"][0]["message"]
+        answer = first.json()["choices"][0]["message"]
         question = {"role": "user", "content": "hi"}
-        later = {"messages": [question, said, question], "user": "bob"}
+        later = {"messages": [question, answer, question], "user": "bob"}
         for user, same in (("bob", True), ("eve", False)):
             second = await stack.chat("", client=other.client, **{**later, "user": user})
             assert (second.headers["x-episode-id"] == first.headers["x-episode-id"]) is same

@@ -1,4 +1,4 @@
-"""Parts of a live request that reach a disk, and its sampling where the job wants answers that it can train on."""
+"""Live requests: their redaction before they are stored, and sampling that the job forces to be able to train."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def find(text):
 
 @pytest.fixture
 def finder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A function that cannot look through some texts."""
+    """Return the name of a redaction function that fails for some texts."""
     (tmp_path / "finder_of_test_stored.py").write_text(FINDER)
     monkeypatch.syspath_prepend(tmp_path)
     return "finder_of_test_stored:find"
 
 
-async def test_what_must_not_be_stored_is_blanked_and_sampling_is_the_jobs(stack_of: Any, finder: str) -> None:
+async def test_secrets_are_redacted_and_the_job_forces_its_sampling(stack_of: Any, finder: str) -> None:
     redaction = {"patterns": {"place": "wor?ld"}, "function": finder}
     async with stack_of(redaction=redaction, forced_sampling=True) as stack:
         response = await stack.chat("hi", temperature=0.3, top_p=0.5, top_k=3, logit_bias={"5": 1.0}, user="ann")
@@ -56,10 +56,10 @@ async def test_what_must_not_be_stored_is_blanked_and_sampling_is_the_jobs(stack
         before = len(await stack.interactions())
         unread = await stack.chat("bad")
         assert (unread.status_code, unread.headers["x-recorded"]) == (200, "false"), "serving goes on"
-        assert len(await stack.interactions()) == before, "what nobody could look through is not stored"
+        assert len(await stack.interactions()) == before, "a text that could not be searched is not stored"
 
-        said = {"inference_id": plain.json()["id"], "metric_name": "comment", "value": "the whole world knows"}
-        assert (await stack.client.post("/v1/feedback", json=said)).status_code == 202
+        comment = {"inference_id": plain.json()["id"], "metric_name": "comment", "value": "the whole world knows"}
+        assert (await stack.client.post("/v1/feedback", json=comment)).status_code == 202
         posted = {
             "kind": "interaction",
             "model": "agent",
@@ -82,7 +82,7 @@ async def test_what_must_not_be_stored_is_blanked_and_sampling_is_the_jobs(stack
         assert b"which [place]?" in messages[-1].data
 
 
-async def test_a_job_may_want_no_answer_without_its_record(stack_of: Any, finder: str) -> None:
+async def test_strict_recording_refuses_an_answer_without_a_record(stack_of: Any, finder: str) -> None:
     async with stack_of(redaction={"function": finder}, strict_recording=True) as stack:
         assert (await stack.chat("hi")).status_code == 200
         refused = await stack.chat("bad")
@@ -94,7 +94,7 @@ async def test_a_job_may_want_no_answer_without_its_record(stack_of: Any, finder
         assert (await stack.chat("bad", store=False)).status_code == 200, "which asks for none"
 
 
-async def test_a_record_that_no_message_holds_is_stored_in_parts(stack_of: Any) -> None:
+async def test_a_record_larger_than_a_message_is_stored_in_parts(stack_of: Any) -> None:
     async with stack_of() as stack:
         short = await stack.recorded((await stack.chat("hi")).headers["x-interaction-id"])
         count = 120_000

@@ -16,7 +16,7 @@ SCOPES = ["models:read", "inference:write", "episodes:write", "feedback:write", 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def front(agent: Any) -> AsyncIterator[Any]:
-    """A coordinator that wants keys, beside the one that does not."""
+    """Run a coordinator that requires API keys, beside the first one, which does not."""
     async with agent.replica(api_keys="root") as replica:
         yield replica
 
@@ -31,7 +31,7 @@ def code(reply: Any) -> tuple[int, str]:
     return reply.status_code, reply.json()["error"]["code"]
 
 
-async def test_an_episode_is_its_keys_own(agent: Any, front: Any) -> None:
+async def test_an_episode_belongs_to_its_key(agent: Any, front: Any) -> None:
     own, other = await key_of(front), await key_of(front)
     episode = (await front.client.post("/v1/episodes", json={"model": "agent"}, headers=own)).json()["id"]
     path, chat = f"/v1/episodes/{episode}", f"/e/{episode}/v1/chat/completions"
@@ -97,13 +97,13 @@ async def test_tokens_of_a_key_are_bounded(agent: Any) -> None:
         assert (await agent.chat("hi", client=front.client, headers=other)).status_code == 200
 
 
-async def test_keys_of_episodes_count_with_their_maker(agent: Any, front: Any) -> None:
+async def test_keys_of_episodes_count_with_their_creator(agent: Any, front: Any) -> None:
     maker = await key_of(front, rate_limit="6/hour")
     keys = []
     for _ in range(2):
         body = {"model": "agent", "key": {}}
-        made = (await front.client.post("/v1/episodes", json=body, headers=maker)).json()
-        keys.append({"authorization": f"Bearer {made['api_key']}"})
+        created = (await front.client.post("/v1/episodes", json=body, headers=maker)).json()
+        keys.append({"authorization": f"Bearer {created['api_key']}"})
     for _ in range(2):
         for key in keys:
             assert (await agent.chat("hi", client=front.client, headers=key)).status_code == 200

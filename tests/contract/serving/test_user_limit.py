@@ -1,4 +1,4 @@
-"""Live requests per end user of a key."""
+"""The limit of live requests per end user of a key."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ async def test_two_users_of_one_key(agent: Any) -> None:
         assert reply.status_code == 200
         assert reply.headers["ratelimit-policy"].startswith('"requests";')
         for _ in range(3):
-            assert (await agent.chat("hi", client=front.client)).status_code == 200, "it names nobody"
+            assert (await agent.chat("hi", client=front.client)).status_code == 200, "it names no user"
 
 
-async def test_what_cannot_be_asked_is_not_counted(agent: Any) -> None:
+async def test_refused_requests_are_not_counted(agent: Any) -> None:
     async with agent.replica(user_rate_limit="1/hour") as front:
         for more in ({"model": "gpt-4"}, {"max_tokens": "10"}):
             reply = await agent.chat("hi", client=front.client, user="ann", **more)

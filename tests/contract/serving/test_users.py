@@ -1,4 +1,4 @@
-"""Whose request it is: `user`, `metadata.user_id`, `safety_identifier` or the episode say so; stored as a pseudonym."""
+"""Users of requests, named by `user`, `metadata.user_id`, `safety_identifier` or the episode, stored as pseudonyms."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def answered(agent: Any, **more: Any) -> Interaction:
-    """The record of a chat."""
+    """Send a chat; return its record."""
     response = await agent.chat("hi", **more)
     assert response.status_code == 200, response.text
     record: Interaction = await agent.recorded(response.headers["x-interaction-id"])
@@ -43,7 +43,7 @@ async def test_the_metadata_names_the_user(agent: Any, more: Any, user: str, tag
 
 
 @pytest.mark.parametrize("named", [{"metadata": {"user_id": "no-eve"}}, {"safety_identifier": "no-eve"}])
-async def test_what_a_user_said_counts_for_the_other_names_too(agent: Any, named: dict[str, Any]) -> None:
+async def test_an_opt_out_counts_for_every_field_that_names_the_user(agent: Any, named: dict[str, Any]) -> None:
     assert (await answered(agent, **named)).untrainable == "opted_out"
 
 
@@ -61,8 +61,8 @@ async def test_an_episode_has_a_user(agent: Any) -> None:
             assert (await answered(agent, path=path, **named)).user == "p-ben"
 
 
-async def test_an_episode_that_an_earlier_version_opened_names_nobody(agent: Any) -> None:
-    """The earlier version kept the tag as it was sent, and no user."""
+async def test_an_episode_of_an_earlier_version_shows_only_a_pseudonym(agent: Any) -> None:
+    """The earlier version stored the tag as it was sent, and no user."""
     episode = (await agent.client.post("/v1/episodes", json={"model": "agent", "user": "ann"})).json()
     kv = agent.bus.kv(subjects.EPISODES)
     [entry] = [entry for entry in await kv.entries() if episode["id"].encode() in entry.value]
@@ -76,7 +76,7 @@ async def test_an_episode_that_an_earlier_version_opened_names_nobody(agent: Any
     assert (turn.user, turn.tags["user_id"]) == ("p-eve", "p-eve")
 
 
-async def test_a_name_that_is_too_long_could_not_be_deleted(agent: Any) -> None:
+async def test_names_that_are_too_long_are_refused(agent: Any) -> None:
     for more in ({"metadata": {"user_id": "x" * 513}}, {"user": "x" * 513}, {"safety_identifier": "x" * 513}):
         assert (await agent.chat("hi", **more)).status_code == 422
     assert (await answered(agent, metadata={"user_id": "x" * 512})).user == f"p-{'x' * 512}"

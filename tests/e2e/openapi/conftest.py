@@ -1,4 +1,4 @@
-"""A deployment in which every operation of the API finds something: jobs, conversations, verdicts, files, letters."""
+"""A deployment with objects for every operation of the API: jobs, conversations, feedback, files, dead letters."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ LIVE = {
         "max_wait_s": 3600, "hold_s": 10, "quarantine": {"min_items": 10},
     },
 }  # fmt: skip
-"""Eight verdicts train it once; after ten equal ones of a source another one is held back."""
+"""Eight items of feedback make an update. After ten equal values of a source a different value is quarantined."""
 USUAL, UNUSUAL = 10, 18
 
 
 class Front:
-    """One coordinator's HTTP, and how each of its operations can succeed.
+    """Client of one coordinator that knows a successful request for each operation.
 
-    ``ids`` are those of things that stay, by name of path parameter; what an operation takes away is made for it.
+    ``ids`` holds objects that stay, by path parameter. For an operation that uses an object up, the client creates one.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class Front:
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
         self.ids, self.jobs = ids, jobs
         self._taken: set[str] = set()
-        self._made: dict[str, Callable[[], Call]] = {
+        self._new_objects: dict[str, Callable[[], Call]] = {
             "DELETE /v1/keys/{key_id}": lambda: {"key_id": self.new("/v1/keys", self._key())},
             "DELETE /v1/files/{file_id}": lambda: {"file_id": self.upload()},
             "DELETE /v1/webhooks/{webhook_id}": lambda: {"webhook_id": self.new("/v1/webhooks", self._hook())},
             "DELETE /v1/jobs/{job_id}": lambda: {"job_id": self.ended()},
             "DELETE /v1/jobs/{job_id}/checkpoints/{number}": lambda: {"number": self.older_checkpoint()},
-            "DELETE /v1/jobs/{job_id}/dead-letters/{letter}": lambda: {"letter": self.letter()},
-            "POST /v1/jobs/{job_id}/dead-letters/{letter}/replay": lambda: {"letter": self.letter()},
+            "DELETE /v1/jobs/{job_id}/dead-letters/{letter}": lambda: {"letter": self.dead_letter()},
+            "POST /v1/jobs/{job_id}/dead-letters/{letter}/replay": lambda: {"letter": self.dead_letter()},
             "POST /v1/jobs/{job_id}/extend": lambda: {"job_id": self.succeeded()},
             "POST /v1/jobs/{job_id}/cancel": lambda: {"job_id": self.new("/v1/jobs", self._job())},
             "GET /v1/jobs/{job_id}/operations/{operation}": lambda: {"operation": self.operation()},
@@ -65,25 +65,25 @@ class Front:
             "POST /v1/fine_tuning/jobs/{job_id}/cancel": lambda: {"job_id": self.tuning_job()},
             "POST /v1/fine_tuning/jobs/{job_id}/resume": lambda: {"job_id": self.tuning_job()},
             "POST /v1/episodes/{episode}/end": lambda: {"episode": self.new("/v1/episodes", {"model": "fuzzed"})},
-            "POST /v1/feedback/{feedback_id}/retract": lambda: {"feedback_id": self.verdict()},
-            "POST /v1/jobs/{job_id}/quarantine/{item}/release": lambda: {"item": self.held()},
-            "POST /v1/jobs/{job_id}/quarantine/{item}/drop": lambda: {"item": self.held()},
-            "POST /v1/quarantine/{item}/release": lambda: {"item": self.held()},
-            "POST /v1/quarantine/{item}/drop": lambda: {"item": self.held()},
+            "POST /v1/feedback/{feedback_id}/retract": lambda: {"feedback_id": self.feedback()},
+            "POST /v1/jobs/{job_id}/quarantine/{item}/release": lambda: {"item": self.quarantined()},
+            "POST /v1/jobs/{job_id}/quarantine/{item}/drop": lambda: {"item": self.quarantined()},
+            "POST /v1/quarantine/{item}/release": lambda: {"item": self.quarantined()},
+            "POST /v1/quarantine/{item}/drop": lambda: {"item": self.quarantined()},
             "DELETE /v1/users/{user}/data": lambda: {"user": f"leaver-{uuid.uuid4().hex[:8]}"},
         }
 
     # -- what an operation needs -------------------------------------------------------------------------------------
 
-    def place(self, operation: str) -> Call:
-        """Path parameters with which an operation (``GET /v1/...``) finds something."""
+    def path_parameters(self, operation: str) -> Call:
+        """Return path parameters with which an operation (``GET /v1/...``) finds an object."""
         known = {**self.ids, "job_id": self.job_of(operation)}
-        if operation in self._made:
-            known |= self._made[operation]()
+        if operation in self._new_objects:
+            known |= self._new_objects[operation]()
         return {name: known[name] for name in re.findall(r"{(\w+)}", operation)}
 
     def job_of(self, operation: str) -> str:
-        """The job for an operation: the one that has such things, and that may be steered so."""
+        """Return the job for an operation: one that has the necessary objects and that the operation may change."""
         for pattern, job in {
             r".* /v1/fine_tuning/": "tuned",
             r".*/(dead-letters|operations|promote|rollback|scale)": "spare",
@@ -95,7 +95,7 @@ class Front:
         return self.jobs["done"]
 
     def call(self, operation: str) -> Call:
-        """Query, body and media type with which an operation succeeds."""
+        """Return query, body and media type with which an operation succeeds."""
         about = {"inference_id": self.ids["interaction"], "metric_name": "liked"}
         chat = {"model": "fuzzed", "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
         tuning = {"grader": GRADER, "model_sample": "2", "item": ROWS[0]}
@@ -138,7 +138,7 @@ class Front:
         return found
 
     def known_values(self, operation: str) -> dict[str, Any]:
-        """Values of fields that name something: any other one is unknown, which says little."""
+        """Return values for fields that name objects: other values would only test that unknown names are refused."""
         interaction = self.ids["interaction"]
         return {
             "model": "tiny" if "fine_tuning" in operation else "fuzzed", "training_file": self.ids["file_id"],
@@ -146,87 +146,87 @@ class Front:
             "episode_id": self.ids["episode"], "metric_name": "liked", "job": self.jobs["live"],
         }  # fmt: skip
 
-    # -- what is made ------------------------------------------------------------------------------------------------
+    # -- creation of objects -------------------------------------------------------------------------------------------
 
     def post(self, path: str, body: Any = None, **more: Any) -> Any:
-        """The reply to a request that must succeed."""
+        """Send a POST that must succeed; return the body of the reply."""
         reply = self.http.post(path, json=body, **more)
         assert reply.is_success, (path, reply.status_code, reply.text)
         return reply.json()
 
     def get(self, path: str) -> Any:
-        """Body under a path that must be there."""
+        """Send a GET that must succeed; return the body of the reply."""
         reply = self.http.get(path)
         assert reply.is_success, (path, reply.status_code, reply.text)
         return reply.json()
 
     def new(self, path: str, body: Any) -> str:
-        """Id of a new thing."""
+        """Create an object by POST; return its id."""
         return str(self.post(path, body)["id"])
 
     def upload(self) -> str:
-        """A file."""
+        """Upload a file; return its id."""
         files = {"file": ("rows.jsonl", _lines())}
         reply = self.http.post("/v1/files", files=files, data={"purpose": "fine-tune"})
         assert reply.is_success, reply.text
         return str(reply.json()["id"])
 
     def tuning_job(self) -> str:
-        """A paused job of the fine-tuning API."""
+        """Create a job with the fine-tuning API and pause it; return its id."""
         return self.paused("/v1/fine_tuning/jobs", self._tuning())
 
     def paused(self, path: str, body: Any) -> str:
-        """A new job that is paused, or will be."""
+        """Create a job and request its pause; return its id."""
         job = self.new(path, body)
         self.post(f"/v1/jobs/{job}/pause")
         return job
 
     def ended(self) -> str:
-        """A new job that has ended."""
+        """Create a job and end it; return its id."""
         job = self.new("/v1/jobs", self._job())
         self.end(job)
         self.get(f"/v1/jobs/{job}?wait=60")
         return job
 
     def succeeded(self) -> str:
-        """A new job that has trained its two updates."""
+        """Create a job and wait until it has made its two updates; return its id."""
         job = self.new("/v1/jobs", self._job())
         self.stack.finish(job)
         return job
 
     def end(self, job: str) -> None:
-        """End a job at once, unless it has ended."""
+        """Cancel a job at once, unless it has ended."""
         reply = self.http.post(f"/v1/jobs/{job}/cancel?force=true")
         assert reply.status_code in (202, 409), reply.text
 
     def chat(self, **more: Any) -> str:
-        """Id of an answer."""
+        """Send a chat request; return the id of the answer."""
         body = {"model": "fuzzed", "messages": [{"role": "user", "content": "1+2="}], **more}
         return str(self.post("/v1/chat/completions", body)["id"])
 
-    def verdict(self, metric: str = "liked", value: Any = True, about: str = "") -> str:
-        """Id of a verdict on an answer."""
+    def feedback(self, metric: str = "liked", value: Any = True, about: str = "") -> str:
+        """Post feedback on an answer; return the id of the feedback."""
         body = {"inference_id": about or self.ids["interaction"], "metric_name": metric, "value": value}
         return str(self.post("/v1/feedback", body)["feedback_id"])
 
-    def held(self) -> str:
-        """An item that is held back and was not returned before: the list may still have one that was just dropped."""
+    def quarantined(self) -> str:
+        """Return a quarantined item that no earlier call returned: the list may still contain an item just dropped."""
         listed = [str(row["feedback_id"]) for row in self.get(f"/v1/jobs/{self.jobs['live']}/quarantine")["data"]]
         item = next(one for one in reversed(listed) if one not in self._taken)
         self._taken.add(item)
         return item
 
     def older_checkpoint(self) -> int:
-        """A checkpoint that may go: the newest stays."""
+        """Return the number of a checkpoint that may be deleted: any but the newest."""
         rows = self.get(f"/v1/jobs/{self.jobs['done']}/checkpoints")["data"]
         return max(int(row["number"]) for row in rows if row["available"] and not row["newest"])
 
     def operation(self) -> str:
-        """An operation; a job remembers its newest ones."""
+        """Start an operation and return its id: a job lists only its newest operations."""
         return self.new(f"/v1/jobs/{self.jobs['spare']}/scale", {"pool": "rollout", "replicas": 1})
 
-    def letter(self) -> int:
-        """A dead letter that stood for a draw."""
+    def dead_letter(self) -> int:
+        """Publish a dead letter that stands for a draw; return its id."""
         job = self.jobs["spare"]
         headers = {"Penstock-Stream": "TICKETS", "Penstock-Sequence": "1", "Penstock-Reason": "max deliveries",
                    "Penstock-Attempts": "3", "Penstock-Draw": "0.0"}  # fmt: skip
@@ -234,7 +234,7 @@ class Front:
         return int(self.get(f"/v1/jobs/{job}/dead-letters?limit=100")["data"][-1]["id"])
 
     def video(self) -> str:
-        """Name of a film."""
+        """Publish a video; return its name."""
         job, film = self.jobs["done"], Video(name="1-2.mp4", version=1, reset_id=2)
         headers = video_headers(film)
         self.stack.on_bus(lambda bus: bus.publish(subjects.videos(job), b"\0\0\0\x18ftypmp42", headers=headers))
@@ -262,7 +262,7 @@ def _lines() -> bytes:
 
 @pytest.fixture(scope="module")
 def seeded(stack: Any, make_job: Any) -> Iterator[Front]:
-    """The deployment's own coordinator, which asks for keys, and what was made there once for all tests."""
+    """Client of the deployment's own coordinator, which asks for keys; creates the objects once for all tests."""
     spare, short = make_job("train.max_updates=1000", name="spare"), make_job("train.max_updates=2")
     headers, ids = {"Authorization": f"Bearer {KEY}"}, {"job_file": json.dumps(short)}
     job_ids = {"done": stack.submit("train.max_updates=16", "checkpoint.every=1", "checkpoint.keep=20")}
@@ -279,13 +279,13 @@ def seeded(stack: Any, make_job: Any) -> Iterator[Front]:
         job_ids["tuned"] = front.tuning_job()
         for name in ("spare", "tuned"):
             stack.until(lambda job=job_ids[name]: stack.status(job).phase == "paused", f"the pause of {name}")
-        _await_fates(front)
+        _await_statuses(front)
         yield front
         _clear(front)
 
 
 def _clear(front: Front) -> None:
-    """End every job, and take away what would act on those of other tests."""
+    """End every job, and delete webhooks and keys, which would affect other tests."""
     for record in front.stack.client.list():
         if record.status.phase not in TERMINAL_PHASES:
             front.end(record.id)
@@ -295,7 +295,7 @@ def _clear(front: Front) -> None:
 
 
 def _talk(front: Front) -> None:
-    """Conversations and what was said of them."""
+    """Create answers, an episode, and feedback on them."""
     answers = [front.chat(user="someone") for _ in range(2)]
     front.ids |= {"interaction": answers[0], "other": answers[1], "model": "fuzzed", "user": "someone"}
     episode = front.new("/v1/episodes", {"model": "fuzzed", "tags": {"a": "b"}})
@@ -303,20 +303,20 @@ def _talk(front: Front) -> None:
     front.chat(metadata={"episode_id": episode})
     for value in [0.5] * USUAL + [1.0] * UNUSUAL:
         answer = front.chat()
-        front.verdict("score", value, answer)
-        front.verdict(about=answer)
-    front.ids["feedback_id"] = front.verdict("score", 0.5, answers[0])
+        front.feedback("score", value, answer)
+        front.feedback(about=answer)
+    front.ids["feedback_id"] = front.feedback("score", 0.5, answers[0])
 
 
 def _fill(front: Front) -> None:
-    """Everything else that has an id."""
+    """Create the other objects that have ids."""
     job = front.jobs["done"]
     newest = front.get(f"/v1/jobs/{job}/checkpoints")["data"][-1]
     file = newest["files"][0]
     sample = front.get(f"/v1/jobs/{job}/samples?limit=1")["data"][0]
     front.ids |= {
         "number": newest["number"], "name": file["name"], "sha256": file["sha256"],
-        "sample_id": sample["href"].rpartition("/")[2], "file_id": front.upload(), "letter": str(front.letter()),
+        "sample_id": sample["href"].rpartition("/")[2], "file_id": front.upload(), "letter": str(front.dead_letter()),
         "key_id": front.new("/v1/keys", {"name": "kept", "scopes": ["jobs:read"], "models": None}),
         "webhook_id": front.new("/v1/webhooks", {"url": "http://127.0.0.1:9/", "job": job}),
     }  # fmt: skip
@@ -324,17 +324,17 @@ def _fill(front: Front) -> None:
     front.ids["user"] = "leaver"
 
 
-def _await_fates(front: Front) -> None:
-    """Wait until verdicts were held back and trained on."""
+def _await_statuses(front: Front) -> None:
+    """Wait until some feedback is quarantined and some is trained."""
     path = f"/v1/jobs/{front.jobs['live']}/quarantine"
-    front.stack.until(lambda: len(front.get(path)["data"]) >= UNUSUAL, "verdicts that are held back")
+    front.stack.until(lambda: len(front.get(path)["data"]) >= UNUSUAL, "quarantined feedback")
     front.ids["item"] = front.get(path)["data"][0]["feedback_id"]
-    front.stack.until(lambda: front.stack.status(front.jobs["live"]).step, "an update on verdicts")
+    front.stack.until(lambda: front.stack.status(front.jobs["live"]).step, "an update on feedback")
 
 
 @pytest.fixture(scope="module", params=["with a key", "open"])
 def front(request: pytest.FixtureRequest, seeded: Front) -> Iterator[Front]:
-    """The deployment's coordinator, and another one of it that asks for no keys."""
+    """Client of the deployment's coordinator, then of a second coordinator that asks for no keys."""
     if request.param == "with a key":
         yield seeded
         return
@@ -343,6 +343,6 @@ def front(request: pytest.FixtureRequest, seeded: Front) -> Iterator[Front]:
         patch.setitem(seeded.stack.environment, "PENSTOCK_HTTP_PORT", str(port))
         patch.setitem(seeded.stack.environment, "PENSTOCK_API_KEYS", "")
         with seeded.stack.attached("penstock.services.coordinator", "coordinator-open"):
-            made = Front(seeded.stack, f"http://127.0.0.1:{port}", {}, seeded.ids, seeded.jobs)
-            with made.http:
-                yield made
+            client = Front(seeded.stack, f"http://127.0.0.1:{port}", {}, seeded.ids, seeded.jobs)
+            with client.http:
+                yield client

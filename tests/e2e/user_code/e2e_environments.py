@@ -8,8 +8,8 @@ from typing import Any
 TERM = re.compile(r"(\d+)([-+*])(\d+)")
 
 
-class Desk:
-    """Computes what it is asked, and rewards the episode by what it was asked and what it was told in the end."""
+class Calculator:
+    """Computes expressions; rewards an episode for the right expression and for the right final answer."""
 
     def __init__(self, seed: int, row: dict[str, Any]) -> None:
         self.answer = row["answer"]
@@ -24,5 +24,5 @@ class Desk:
         return self.results[-1]
 
     def reward(self, answer: str) -> float:
-        """Half of it for the right question, half for the answer."""
+        """Return 0.5 if a result was the reference answer, plus 0.5 if the final answer is."""
         return 0.5 * (self.answer in self.results) + 0.5 * (answer == self.answer)

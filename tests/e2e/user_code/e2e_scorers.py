@@ -8,18 +8,18 @@ from typing import Any
 
 
 def fingerprint(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-    """A number in [0, 1) that tells one completion from another."""
+    """Return a number in [0, 1) that depends on prompt and completion."""
     return zlib.crc32(f"{prompt}|{completion}".encode()) % 1000 / 1000
 
 
 def paced(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-    """A fingerprint that takes its time, so that a job lasts long enough to be disturbed on a fast machine, too."""
+    """Return the fingerprint after a pause, so that a job lasts long enough for faults on a fast machine, too."""
     time.sleep(0.005)
     return fingerprint(prompt, completion, answer, row)
 
 
 def as_they_come(row: dict[str, Any]) -> float:
-    """A curriculum that changes nothing, but has to be imported."""
+    """Curriculum that changes nothing, but has to be imported."""
     return 0.0
 
 
@@ -41,7 +41,7 @@ def not_a_number(prompt: str, completion: str, answer: str | None, row: dict[str
 
 
 def sometimes(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-    """Breaks on about every fourth completion."""
+    """Raise ValueError for about one completion in four."""
     number = fingerprint(prompt, completion, answer, row)
     if number < 0.25:
         raise ValueError("not this one")
@@ -49,7 +49,7 @@ def sometimes(prompt: str, completion: str, answer: str | None, row: dict[str, A
 
 
 def raises_at_times(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-    """Fails on about one completion in four."""
+    """Raise a ValueError that names the completion, for about one completion in four."""
     found = fingerprint(prompt, completion, answer, row)
     if found < 0.25:
         raise ValueError(f"no answer in {completion!r}")

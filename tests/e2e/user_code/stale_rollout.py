@@ -1,4 +1,4 @@
-"""A rollout worker with a defect: it serves the first weights for ever, under the label of each new version."""
+"""Rollout worker with a defect: it serves the first weights forever, under the label of each new version."""
 
 from __future__ import annotations
 

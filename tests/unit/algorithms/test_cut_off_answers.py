@@ -1,6 +1,6 @@
-"""Where a cut-off answer is a failure: which rules teach a policy to answer at all, exactly.
+"""Rules for cut-off answers: the exact effect of each on whether a policy learns to answer at all.
 
-A policy answers with probability a; an answer is right with probability r, what does not answer is cut off. With
+A policy answers with probability a; an answer is right with probability r; other completions are cut off. With
 advantages A the expected change of logit(a) is ``a (1 - a) (E[A | answers] - E[A | cut off])``, for groups of n:
 
     counted as wrong        (1 - 1/n) a (1 - a) r
@@ -8,7 +8,8 @@ advantages A the expected change of logit(a) is ``a (1 - a) (E[A | answers] - E[
     out of the loss         (1 - 1/n) a (1 - a) r (1 - a)
     out of the group        0
 
-With one mean m for all problems it is r for what is counted and r - m for what is only left out of the loss.
+If all problems share one mean m, the difference of expectations is r where cut-off answers count, and r - m where they
+are only left out of the loss.
 
 Shape legend: n = completions of a group, B = completions.
 """
@@ -31,11 +32,11 @@ from penstock.shared.algorithms.statistics import moments, whiten
 
 RIGHT, WRONG, CUT_OFF = range(3)
 LENGTHS = torch.tensor([3, 2, 8])
-"""Tokens of each outcome; the limit is the last of them."""
+"""Numbers of tokens of the outcomes RIGHT, WRONG and CUT_OFF; the last one is the limit."""
 LIMIT, N = 8, 4
 
 Rule = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""From outcomes [n] to advantages [n] and which completions the loss counts [n]."""
+"""Function that maps outcomes [n] to advantages [n] and a mask [n] of the completions that the loss counts."""
 
 
 def rewards_of(outcomes: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def by_std(outcomes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def push_to_answer(advantages_B: Tensor, kept_B: Tensor, outcomes_B: Tensor, logit: Tensor) -> Tensor:
-    """Step of gradient descent on the logit that decides the first token of each completion."""
+    """Return the step of gradient descent on the logit that decides the first token of each completion."""
     logprobs_B = torch.nn.functional.logsigmoid(torch.where(outcomes_B == CUT_OFF, -logit, logit))
     loss_B = policy_gradient_loss(logprobs_B, logprobs_B.detach(), advantages_B).loss_M * kept_B
     loss = constant(loss_B, num_sequences=len(loss_B), horizon=1)
@@ -80,7 +81,7 @@ def push_to_answer(advantages_B: Tensor, kept_B: Tensor, outcomes_B: Tensor, log
 
 
 def expected_push(rule: Rule, a: float, r: float) -> float:
-    """Over every group of N completions, each as likely as the policy makes it."""
+    """Return the mean of `push_to_answer` over all groups of N completions, weighted by their probability."""
     chance = [a * r, a * (1 - r), 1 - a]
     total = 0.0
     for group in product(range(3), repeat=N):
@@ -101,7 +102,7 @@ def expected_push(rule: Rule, a: float, r: float) -> float:
         (by_std, lambda a, r: 0.0),
     ],
 )
-def test_what_is_made_of_cut_off_answers_decides_whether_a_policy_learns_to_answer(
+def test_the_rule_for_cut_off_answers_decides_whether_a_policy_learns_to_answer(
     rule: Rule, difference: Callable[[float, float], float], a: float, r: float
 ) -> None:
     expected = (1 - 1 / N) * a * (1 - a) * difference(a, r)
@@ -109,20 +110,20 @@ def test_what_is_made_of_cut_off_answers_decides_whether_a_policy_learns_to_answ
 
 
 def test_with_one_mean_for_all_problems_a_filter_makes_the_policy_give_hard_ones_up() -> None:
-    """A batch in which every outcome is as frequent as it is likely: problems solved in 9 and in 2 of 10 answers."""
+    """Each outcome is as frequent in the batch as it is likely; of its two problems 9 and 2 of 10 answers are right."""
     easy = [RIGHT] * 81 + [WRONG] * 9 + [CUT_OFF] * 10
     hard = [RIGHT] * 18 + [WRONG] * 72 + [CUT_OFF] * 10
     outcomes_B = torch.tensor(easy + hard)
     lengths_B = LENGTHS[outcomes_B]
     returns_T = torch.repeat_interleave(rewards_of(outcomes_B), lengths_B)
-    over = moments(returns_T, torch.ones_like(returns_T))
-    advantages_B = whiten(rewards_of(outcomes_B), torch.ones(len(outcomes_B)), over)
+    pooled = moments(returns_T, torch.ones_like(returns_T))
+    advantages_B = whiten(rewards_of(outcomes_B), torch.ones(len(outcomes_B)), pooled)
     kept_B = overlong_filter(outcomes_B == CUT_OFF)
 
     def push(part: slice, kept_B: Tensor) -> float:
         logit = torch.tensor(math.log(9.0), dtype=torch.float64, requires_grad=True)
         step = push_to_answer(advantages_B[part], kept_B[part], outcomes_B[part], logit)
-        return float(step) * math.sqrt(over.variance) / 0.09
+        return float(step) * math.sqrt(pooled.variance) / 0.09
 
     mean = 3 * 99 / (3 * 99 + 2 * 81 + 8 * 20)
     assert push(slice(100, None), torch.ones(200)) == pytest.approx(0.2, abs=1e-6)

@@ -51,8 +51,8 @@ def test_k1_and_k3_are_unbiased(logits: tuple[Tensor, Tensor]) -> None:
         torch.testing.assert_close((policy.exp() * estimator(policy, reference)).sum(), expected)
 
 
-def test_which_estimator_has_which_gradient_as_a_loss(logits: tuple[Tensor, Tensor]) -> None:
-    """The expectation over tokens of the gradient, where tokens are drawn from the policy as it stands."""
+def test_the_gradient_of_each_estimator_as_a_loss(logits: tuple[Tensor, Tensor]) -> None:
+    """The test takes expectations over tokens of the current policy, through whose choice no gradient flows."""
     policy, reference = logits
     drawn = policy.softmax(-1).detach()
 

@@ -24,7 +24,7 @@ from penstock.shared.models.distributions import gaussian_logprobs
 
 
 def test_reinforce_pp_with_a_tool_before_the_first_scored_token() -> None:
-    """The end of a trajectory was looked for in a flipped batch: right only where every mask starts at token 0."""
+    """The end of a trajectory was searched in a flipped batch, which is right only if every mask starts at token 0."""
     mask, cu_seqlens = torch.tensor([0, 0, 1, 1, 1, 1, 0]), torch.tensor([0, 4, 7])
     rewards = at_last_token(torch.tensor([1.0, 2.0]), mask, cu_seqlens)
     returns = discounted_returns(rewards, mask, cu_seqlens, gamma=1.0)
@@ -56,11 +56,11 @@ def test_kl_estimates_the_divergence_from_the_reference_not_to_it() -> None:
 
 
 def test_gae_is_normalised_over_the_whole_batch_not_each_rank() -> None:
-    """The result depended on the number of ranks."""
+    """Each rank whitened its advantages alone, so the result depended on the number of ranks."""
     advantages, mask = torch.tensor([1.0, 2.0, 10.0, 20.0]), torch.ones(4)
     whole = whiten(advantages, mask, moments(advantages, mask))
-    over = moments(advantages[:2], mask[:2]) + moments(advantages[2:], mask[2:])
-    ranks = torch.cat([whiten(part, torch.ones(2), over) for part in advantages.split(2)])
+    pooled = moments(advantages[:2], mask[:2]) + moments(advantages[2:], mask[2:])
+    ranks = torch.cat([whiten(part, torch.ones(2), pooled) for part in advantages.split(2)])
     assert torch.equal(whole, ranks)
     alone = torch.cat([whiten(part, torch.ones(2), moments(part, torch.ones(2))) for part in advantages.split(2)])
     assert not torch.allclose(whole, alone, atol=0.1)
@@ -73,7 +73,7 @@ def test_masked_tokens_change_no_statistic_of_advantages() -> None:
 
 
 def test_the_bootstrap_skips_observations() -> None:
-    """The value of an observation's token was taken as the next state's, its reward and its discount were counted."""
+    """GAE took the value of an observation's token as that of the next state, and counted its reward and discount."""
     mask, cu_seqlens = torch.tensor([1, 0, 0, 1]), torch.tensor([0, 4])
     values, rewards = torch.tensor([1.0, 50.0, math.nan, 2.0]), torch.tensor([0.0, 50.0, math.nan, 3.0])
     advantages, returns = gae(rewards, values, mask, cu_seqlens, gamma=0.5, lam=0.5, bootstrap_B=torch.zeros(1))
@@ -101,8 +101,8 @@ def test_sac_bootstraps_over_a_time_limit() -> None:
     assert cut_off.item() == pytest.approx(8.0)
 
 
-def test_the_dual_clip_does_something() -> None:
-    """The key existed in 135 job files, and the loss ignored it."""
+def test_the_dual_clip_has_an_effect() -> None:
+    """The key of the dual clip existed in 135 job files, but the loss ignored it."""
     arguments = (torch.tensor([3.0]), torch.zeros(1), torch.tensor([-1.0]))
     plain = clipped_ratio_loss(*arguments, clip_low=0.2, clip_high=0.2).loss_M.item()
     assert plain == pytest.approx(math.exp(3))
@@ -111,7 +111,7 @@ def test_the_dual_clip_does_something() -> None:
 
 
 def test_soft_punishment_exists_and_never_rewards_length() -> None:
-    """Elsewhere the punishment was documented and read by no code."""
+    """The punishment was documented, but no code read its key."""
     punished = soft_overlong_punishment(torch.arange(0, 30), max_length=20, buffer=10)
     assert punished[:11].tolist() == [0.0] * 11
     assert (punished.diff() <= 0).all()
@@ -140,7 +140,7 @@ def test_the_density_of_an_action_is_a_sum_over_its_dimensions_once() -> None:
 
 
 def test_a_group_mask_of_zeros_is_no_group() -> None:
-    """A missing loss mask crashed the group statistics; here nothing valid means nothing to learn."""
+    """A missing loss mask crashed the group statistics; here a group without valid completions teaches nothing."""
     nothing = grpo_advantages(torch.ones(3), torch.zeros(3, dtype=torch.long), torch.zeros(3) > 0, scale_by_std=True)
     assert nothing.tolist() == [0.0, 0.0, 0.0]
 

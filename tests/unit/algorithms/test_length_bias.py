@@ -19,13 +19,13 @@ from penstock.shared.algorithms.policy_loss import policy_gradient_loss
 
 LIMIT = 12
 LENGTHS_K = torch.tensor([*range(1, LIMIT + 1), LIMIT])
-"""Every length once, and the completion that was cut off."""
+"""Each length of a completion that ended once, and the length of the one that was cut off."""
 NUM = len(LENGTHS_K)
 ROWS_M = torch.repeat_interleave(torch.arange(NUM), LENGTHS_K)
 
 
 def token_logprobs(stop_logit: Tensor) -> Tensor:
-    """Under a policy that ends the completion with probability σ(stop_logit) at each token, [M]."""
+    """Return log-probs [M] under a policy that ends a completion with probability σ(stop_logit) at each token."""
     stop, go = torch.nn.functional.logsigmoid(stop_logit), torch.nn.functional.logsigmoid(-stop_logit)
     is_last_M = torch.cat([torch.arange(1, k + 1) == k for k in LENGTHS_K.tolist()])
     is_last_M[-1] = False
@@ -33,7 +33,7 @@ def token_logprobs(stop_logit: Tensor) -> Tensor:
 
 
 def push_to_stop(mode: Aggregation, *, kept_K: Tensor | None = None, advantages_K: Tensor | None = None) -> float:
-    """Expected change of the stop logit by a step of gradient descent, over all continuations of a wrong answer."""
+    """Return the change of the stop logit by a step of gradient descent, over all continuations of a wrong answer."""
     stop_logit = torch.tensor(-1.0, dtype=torch.float64, requires_grad=True)
     logprobs_M = token_logprobs(stop_logit)
     probability_K = torch.zeros(NUM, dtype=torch.float64).index_add(0, ROWS_M, logprobs_M.detach()).exp()

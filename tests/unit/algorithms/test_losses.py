@@ -53,7 +53,7 @@ OF_TOKENS: dict[str, Callable[..., Tensor]] = {
 
 
 def draw(seed: int, *, spread: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the policy, of the behaviour, and advantages that are the same within a trajectory."""
+    """Draw log-probs of the policy and of the behaviour, and advantages that are equal within a trajectory."""
     generator = torch.Generator().manual_seed(seed)
     behaviour = -2 * torch.rand(6, generator=generator, dtype=torch.float64) - 0.1
     policy = behaviour + spread * torch.randn(6, generator=generator, dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_gradcheck_of_the_geometric_mean() -> None:
 
 
 def test_gspo_has_the_value_and_the_gradient_of_the_sequence_ratio() -> None:
-    """Against the definition: one ratio for each sequence, differentiated as a whole."""
+    """The expected loss follows the definition: one ratio per sequence, differentiated as a whole."""
     policy, behaviour, advantages = draw(1, spread=0.1)
     wide = {"clip_low": 0.9, "clip_high": 9.0}
     ours = sequence_mean(gspo_loss(policy, behaviour, advantages, ROWS, **wide).loss_M, LENGTHS, num_sequences=3)

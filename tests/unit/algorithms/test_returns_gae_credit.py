@@ -11,7 +11,8 @@ from penstock.shared.algorithms.gae import gae
 from penstock.shared.algorithms.returns import discounted_returns
 from penstock.shared.algorithms.sequences import discounted_suffix_sums, sequence_of
 
-# Three trajectories: two turns around an observation that begins and ends with one; all scored; nothing scored.
+# Three trajectories: the first has two turns, with observations before, between and after them; the second is scored
+# whole; the third has no scored token.
 CU_SEQLENS = torch.tensor([0, 8, 11, 13])
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0])
 
@@ -78,7 +79,7 @@ def test_no_gradient_flows_through_the_targets() -> None:
 
 
 def test_a_long_sequence_is_summed_like_a_short_one() -> None:
-    """More than a power of two, and a neighbour whose sums must not leak."""
+    """The sequence is longer than a power of two, and the sums of its neighbour must not leak into it."""
     values = torch.cat([torch.ones(1029), torch.full((3,), 1e6)])
     sequence = torch.cat([torch.zeros(1029), torch.ones(3)]).long()
     sums = discounted_suffix_sums(values, sequence, decay=0.99)
@@ -87,7 +88,7 @@ def test_a_long_sequence_is_summed_like_a_short_one() -> None:
     assert sums[-1] == 1e6
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_empty_inputs_give_empty_outputs() -> None:
     empty, cu_seqlens = torch.zeros(0), torch.zeros(1, dtype=torch.long)
     assert not len(discounted_returns(empty, empty, cu_seqlens, gamma=0.9))
     advantages, _ = gae(empty, empty, empty, cu_seqlens, gamma=1.0, lam=1.0, bootstrap_B=empty)

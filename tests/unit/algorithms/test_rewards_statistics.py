@@ -49,7 +49,7 @@ def test_one_reward_has_no_deviation() -> None:
     assert (Moments().mean, Moments().variance) == (0.0, 0.0)
 
 
-def test_kl_is_taken_off_scored_tokens_only() -> None:
+def test_kl_is_subtracted_from_scored_tokens_only() -> None:
     rewards = penalised_rewards(
         torch.tensor([0.0, math.nan, 1.0]), torch.tensor([0.5, math.nan, -2.0]), torch.tensor([1, 0, 1]), coef=0.1
     )
@@ -100,7 +100,7 @@ def test_a_tracked_baseline_does_not_see_the_batch_it_judges() -> None:
     before = {"": (1.0, 2.0)}
     prior = {"value": 0.5, "weight": 4.0}
     assert value_of(before, "", **prior) == pytest.approx((1.0 + 4 * 0.5) / 6)
-    assert value_of(before, "code", **prior) == pytest.approx(0.5), "a kind nobody has seen is worth what all are"
+    assert value_of(before, "code", **prior) == pytest.approx(0.5), "an unseen kind has the value of all"
     after = track(before, sums_of([("code", 1.0), ("code", 0.0), ("", 1.0)]), keep=0.5)
     assert after == {"code": (1.0, 2.0), "": (2.5, 4.0)}
     whole = (2.5 + 4 * 0.5) / 8

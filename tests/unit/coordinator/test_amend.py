@@ -1,4 +1,4 @@
-"""A job file that changes during the run: one event at a batch boundary, and batches that say what they train with."""
+"""Changes of a job file during a run: one event at a batch boundary, and hyper-parameters sealed with each batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHANGED = JobConfig.parse(with_patch(SPEC, PATCH))
 
 
 class Scene:
-    """A job with one batch of lag whose groups come as fast as they are asked for; keeps its ledger."""
+    """A job with ``max_lag`` 1 whose open draws are answered on request; stores the entries of its ledger."""
 
     def __init__(self) -> None:
         self.run = JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
@@ -80,14 +80,14 @@ class Scene:
         return {e.number: e.hyperparameters for entry in self.entries for e in entry if isinstance(e, BatchSealed)}
 
 
-def test_batches_keep_what_they_were_sealed_with() -> None:
+def test_sealed_batches_keep_their_hyperparameters() -> None:
     scene = Scene()
     scene.answer()
     old, new = Hyperparameters(1e-3, 0.1, 3), Hyperparameters(5e-4, 0.2, 9)
     before = set(scene.sealed())
     assert before
     scene.commit(scene.run.amend(CHANGED, 2, 1.0))
-    assert scene.run.amend(CHANGED, 3, 1.0) == [], "what is so already is no change"
+    assert scene.run.amend(CHANGED, 3, 1.0) == [], "the settings are in force already"
     for _ in range(5):
         scene.answer()
         scene.train()
@@ -102,12 +102,12 @@ def test_batches_keep_what_they_were_sealed_with() -> None:
 
 
 def temperatures(scene: Scene) -> dict[int, set[float | None]]:
-    """Of the groups of each batch."""
+    """Return the temperatures of the groups of each sealed batch."""
     events = [event for entry in scene.entries for event in entry if isinstance(event, BatchSealed)]
     return {event.number: {group.temperature for group in event.groups} for event in events}
 
 
-def test_a_temperature_holds_for_what_is_drawn_from_then_on() -> None:
+def test_a_new_temperature_applies_to_later_draws_only() -> None:
     scene = Scene()
     drawn = scene.run.state.in_flight
     warmer = JobConfig.parse(with_patch(SPEC, {"sampling": {"temperature": 0.5}, "train": {"max_updates": 9}}))
@@ -122,7 +122,7 @@ def test_a_temperature_holds_for_what_is_drawn_from_then_on() -> None:
     assert [found[number] for number in sorted(found)][:4] == [{1.0}, {1.0}, {0.5}, {0.5}]
     assert set.union(*(values for number, values in found.items() if number > 2)) == {0.5}
     state = fold(event for entry in scene.entries for event in entry)
-    assert state.open == scene.run.state.open, "another leader asks for the same"
+    assert state.open == scene.run.state.open, "another leader asks for the same temperatures"
     assert audit_ledger(scene.entries, warmer).report()["ok"]
 
 
@@ -149,7 +149,7 @@ def test_a_new_leader_folds_the_same_settings_and_changes_nothing() -> None:
     state = fold(event for entry in scene.entries for event in entry)
     assert state.settings == settings_of(CHANGED)
     assert JobRun(CHANGED, state, num_ordinals=None, writer_epoch=2).amend(CHANGED, 2, 1.0) == []
-    late = JobRun(CONFIG, fold(scene.entries[0]), num_ordinals=None, writer_epoch=2)  # it died before the event
+    late = JobRun(CONFIG, fold(scene.entries[0]), num_ordinals=None, writer_epoch=2)  # it missed the event
     assert [type(event) for event in late.amend(CHANGED, 2, 1.0)] == [SettingsChanged]
 
 

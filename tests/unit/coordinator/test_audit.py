@@ -1,4 +1,4 @@
-"""An audit finds what it says it checks: an honest ledger passes, each lie breaks the check that is there for it."""
+"""The audit of a ledger: a valid ledger passes, and each violation fails the check that covers it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONFIG = JobConfig.parse(
 )
 BASE: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
 SEALED, TRAINED = 5, 6
-"""Entries of the second batch."""
+"""Indices of the entries that seal and train the second batch."""
 
 
 def group_of(ordinal: int, version: int) -> SealedGroup:
@@ -65,7 +65,7 @@ def trained(number: int) -> BatchTrained:
 
 
 def ledger() -> Entries:
-    """Two updates of a strictly on-policy job, and two draws in flight."""
+    """Return the ledger of a strictly on-policy job after two updates, with two draws in flight."""
     start = JobStarted(**BASE, config_digest="c", settings=settings_of(CONFIG))
     first = Checkpointed(**BASE, number=0, version=0, digest="w0", path="/gone", trainer_epoch=1, low_seq=0)
     drawn = Drawn(**BASE, start=0, stop=6, min_version=0, deadline=9.0)
@@ -73,7 +73,7 @@ def ledger() -> Entries:
 
 
 def with_group(**changes: Any) -> Entries:
-    """The first group of the second batch is another one."""
+    """Return the ledger with ``changes`` to the first group of the second batch."""
     entries = ledger()
     sealed = batch(2, range(2, 4))
     groups = [msgspec.structs.replace(sealed.groups[0], **changes), *sealed.groups[1:]]
@@ -82,7 +82,7 @@ def with_group(**changes: Any) -> Entries:
 
 
 def with_last(*events: Event) -> Entries:
-    """The update is not the end."""
+    """Return the ledger with one more entry that holds ``events``."""
     return [*ledger(), list(events)]
 
 
@@ -105,7 +105,7 @@ def renumbered() -> Entries:
     return entries
 
 
-LIES: dict[str, tuple[Entries, str, str]] = {
+VIOLATIONS: dict[str, tuple[Entries, str, str]] = {
     "a token from an older policy": (with_group(min_version=0), "lag bound", "draw 2.0 has lag 1 > 0"),
     "a token from a policy that was not there yet": (with_group(max_version=2), "spans", "draw 2.0 is newer than"),
     "a message again": (with_group(seq=10), "once only", "message 10 was trained 2 times"),
@@ -114,21 +114,21 @@ LIES: dict[str, tuple[Entries, str, str]] = {
     "an update again": (with_last(trained(2)), "ledger equation", "batches are trained in order"),
     "a version left out": (renumbered(), "version monotone", "batch 2 made 3 after 1"),
     "a fork below the clock": (with_last(forked(2)), "version monotone", "fork to 2 at or below 2"),
-    "a draw from nowhere": (with_last(dropped(7, reason="lost")), "ledger equation", "entry 8"),
-    "an end twice": (with_last(dropped(1, reason="lost")), "ledger equation", "entry 8"),
+    "a draw that was never drawn": (with_last(dropped(7, reason="lost")), "ledger equation", "entry 8"),
+    "a draw ended twice": (with_last(dropped(1, reason="lost")), "ledger equation", "entry 8"),
     "ordinals left out": (
         with_last(Drawn(**BASE, start=7, stop=8, min_version=2, deadline=9.0)), "ledger equation", "without gaps",
     ),
     "an older writer": (
         with_last(msgspec.structs.replace(dropped(4, reason="lost"), writer_epoch=0)), "ledger equation", "went back",
     ),
-    "replaced without leave": (
+    "replaced without permission": (
         with_last(dropped(4, reason="no_signal")), "resampling", "1 groups were replaced for batch 3, 0 may be",
     ),
 }  # fmt: skip
 
 
-def test_an_honest_ledger_passes() -> None:
+def test_a_valid_ledger_passes() -> None:
     snapshots = {count: fold(event for entry in ledger()[:count] for event in entry) for count in (3, 7)}
     audit = audit_entries([encode_events(entry) for entry in ledger()], CONFIG, snapshots)
     report = audit.report()
@@ -138,13 +138,13 @@ def test_an_honest_ledger_passes() -> None:
     assert (report["batches"], report["version"], audit.snapshots_checked) == (2, 2, 2)
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_a_lie_breaks_its_check(lie: str) -> None:
-    entries, check, text = LIES[lie]
+@pytest.mark.parametrize("violation", VIOLATIONS)
+def test_each_violation_fails_its_check(violation: str) -> None:
+    entries, check, text = VIOLATIONS[violation]
     report = audit_ledger(entries, CONFIG).report()
     assert not report["ok"]
     assert {row["name"]: row["ok"] for row in report["checks"]}[check] is False
-    assert any(said.startswith(f"{check}: ") and text in said for said in report["violations"]), report["violations"]
+    assert any(line.startswith(f"{check}: ") and text in line for line in report["violations"]), report["violations"]
 
 
 def test_a_snapshot_is_the_fold_of_what_it_covers() -> None:
@@ -152,7 +152,7 @@ def test_a_snapshot_is_the_fold_of_what_it_covers() -> None:
         assert audit_ledger(ledger(), CONFIG, snapshots).violations.keys() == {"snapshots"}
 
 
-def test_an_entry_that_nobody_can_read_is_told_and_what_stands_before_it_is_checked() -> None:
+def test_an_unreadable_entry_is_reported_and_earlier_entries_are_checked() -> None:
     entries = [encode_events(entry) for entry in with_group(min_version=0)]
     violations = audit_entries([*entries, b"\xc1"], CONFIG).violations
     assert violations.keys() == {"lag bound", "ledger equation"}
@@ -163,7 +163,7 @@ def test_an_entry_that_nobody_can_read_is_told_and_what_stands_before_it_is_chec
 
 
 def stored(**changes: Any) -> Group:
-    """Two completions of two tokens of policy 1, with changes."""
+    """Return a group of two completions of two tokens each, sampled by version 1, with ``changes``."""
     group = Group(
         job="job_1", draw=Draw(2), attempt="a2", epoch=1, prompt_ids=np.arange(2, dtype=np.int32),
         token_ids=np.arange(4, dtype=np.int32), cu_seqlens=np.array([0, 2, 4], np.int32),
@@ -175,13 +175,13 @@ def stored(**changes: Any) -> Group:
 
 
 def audit_of(group: Group, **changes: Any) -> Audit:
-    """Of a group that the ledger has as it should be."""
+    """Audit ``group`` against its ledger entry, which is valid but for ``changes``; return the audit."""
     audit = Audit()
     audit_group(audit, 2, msgspec.structs.replace(group_of(2, 1), **changes), group, "d2")
     return audit
 
 
-def test_an_honest_group_passes() -> None:
+def test_a_valid_group_passes() -> None:
     audit = audit_of(stored())
     assert not audit.violations
     assert (audit.groups_checked, audit.tokens_checked) == (1, 4)
@@ -200,16 +200,16 @@ def test_an_honest_group_passes() -> None:
     ],
     ids=["draw", "attempt", "older", "newer", "nan", "above 0", "reward"],
 )
-def test_a_group_that_is_not_the_sealed_one_breaks_its_check(group: Group, check: str) -> None:
+def test_a_group_that_differs_from_the_sealed_one_fails_its_check(group: Group, check: str) -> None:
     assert audit_of(group).violations.keys() == {check}
 
 
 def test_the_digest_is_that_of_the_stored_bytes() -> None:
     data, header = encode_group(stored())
     sealed = msgspec.structs.replace(group_of(2, 1), digest=header.digest)
-    honest, changed, cut = Audit(), Audit(), Audit()
-    audit_stored(honest, 2, sealed, data)
-    assert not honest.violations
+    valid, changed, cut = Audit(), Audit(), Audit()
+    audit_stored(valid, 2, sealed, data)
+    assert not valid.violations
     other, _ = encode_group(stored(logprobs=np.full(4, -0.6, np.float32)))
     audit_stored(changed, 2, sealed, other)
     assert changed.violations == {"digests": ["batch 2, draw 2.0: the stored group is not the one that was sealed"]}

@@ -1,4 +1,4 @@
-"""A dry run tells how plain prompts begin, and the tokenizer that the workers load begins them so."""
+"""The note of a dry run on how plain prompts begin agrees with the tokenizer that the workers load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def job_with(tokenizer: Path, **prompt: object) -> JobConfig:
     [(None, False), (BEGIN, True), (END, False), (LIKE_LLAMA, True), (LIKE_ROBERTA, True)],
     ids=["none", "begin", "end", "like-llama", "like-roberta"],
 )
-def test_the_note_says_what_the_tokenizer_does(tmp_path: Path, rules: Any, begins: bool) -> None:
+def test_the_note_about_add_bos_agrees_with_the_tokenizer(tmp_path: Path, rules: Any, begins: bool) -> None:
     folder = saved(tmp_path, rules)
     assert (AutoTokenizer.from_pretrained(folder)("a").input_ids[0] == 0) is begins
     (note,) = beginning_note(job_with(folder))

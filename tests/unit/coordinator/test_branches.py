@@ -47,7 +47,7 @@ def turn(name: str, prompt: list[int], answer: list[int], at: float, **changes: 
 
 
 def agents() -> list[Interaction]:
-    """Build two interleaved conversations of two turns each: an agent (a), and one that it asks meanwhile (s)."""
+    """Build two interleaved conversations of two turns each: an agent's (a1, a2) and its sub-agent's (s1, s2)."""
     return [
         turn("a1", [1, 2], [3], 1),
         turn("s1", [7], [8], 2),
@@ -59,7 +59,7 @@ def agents() -> list[Interaction]:
 def settled(
     turns: list[Interaction], *items: Feedback, now: float = NOW + 99_999, **online: Any
 ) -> dict[str, Trajectory]:
-    """Return the trajectories by the names of their turns, once the episode is closed."""
+    """Close the episode of ``turns``; return its trajectories, each under the joined ids of its turns."""
     matching = Matching(job(**online))
     for seq, one in enumerate(turns, 1):
         matching.on_interaction(seq, one)
@@ -84,12 +84,12 @@ def parents(*turns: tuple[list[int], list[int]]) -> tuple[int, ...]:
     ("turns", "expected"),
     [
         pytest.param([([1], [2]), ([1, 2, 3], [4]), ([1, 2, 3, 4, 5], [6])], (-1, 0, 1), id="the longest beginning"),
-        pytest.param([([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6])], (-1, 0, 0), id="two go on from one"),
+        pytest.param([([1], [2]), ([1, 2, 3], [4]), ([1, 2, 5], [6])], (-1, 0, 0), id="two turns continue one"),
         pytest.param([([1], [2]), ([7], [8]), ([1, 2, 3], [4]), ([7, 8], [9])], (-1, -1, 0, 1), id="interleaved"),
         pytest.param([([1], [2]), ([1], [2]), ([1, 2, 3], [4])], (-1, 0, 1), id="the newest of the same"),
         pytest.param([([1], [2]), ([1], [3]), ([1, 2, 4], [4])], (-1, -1, 0), id="the same prompt asked again"),
-        pytest.param([([1], [2]), ([9], [3]), ([8], [4])], (-1, 0, 1), id="nothing is known to go on"),
-        pytest.param([([1, 2], [3]), ([1], [2])], (-1, 0), id="one that comes first only as tokens do"),
+        pytest.param([([1], [2]), ([9], [3]), ([8], [4])], (-1, 0, 1), id="no prompt extends a turn"),
+        pytest.param([([1, 2], [3]), ([1], [2])], (-1, 0), id="a prefix of an earlier prompt"),
         pytest.param([([], [3]), ([], []), ([5], [2])], (-1, 0, 1), id="without tokens"),
         pytest.param([([257], [2]), ([257, 2, 1], [2]), ([1], [9])], (-1, 0, 1), id="tokens, not bytes"),
     ],
@@ -101,7 +101,7 @@ def test_the_parent_is_the_longest_prefix_of_the_prompt(
 
 
 def test_a_rendered_prompt_extends_the_newest_turn_of_its_conversation() -> None:
-    """A template may leave out earlier thoughts: 50 is a thought, 51 its answer, 60 the user's next message."""
+    """A chat template may drop earlier thoughts: 50 is a thought, 51 the answer after it, 60 a message of the user."""
     first = ([1, 60, *HEADER], [50, 51])
     tool = ([1, 60, *HEADER, 50, 51, 61, *HEADER], [50, 52])
     other = ([7, 60, *HEADER], [50])
@@ -118,7 +118,7 @@ def test_a_rendered_prompt_extends_the_newest_turn_of_its_conversation() -> None
 
 @pytest.mark.parametrize("late", [0, 750])
 def test_building_a_tree_is_fast_in_any_order(late: int) -> None:
-    """Prompts that shrink turn by turn, and long ones before all of their prefixes: neither has an earlier prefix."""
+    """``late`` equal long prompts come before prompts that shrink turn by turn; no turn extends an earlier one."""
     tokens, size = list(range(3000)), 1500
     shrinking = [TurnTokens.of(tokens[: 2 * (size - place)], [-1] * (place < late)) for place in range(late, size)]
     turns = [TurnTokens.of(tokens, [-2 - place]) for place in range(late)] + shrinking
@@ -168,11 +168,11 @@ def test_the_reward_of_the_episode_reaches_the_end_of_each_branch() -> None:
 
 def test_a_parent_gets_the_mean_return_of_its_children() -> None:
     fork = [turn("r", [1], [2], 1), turn("x", [1, 2, 3], [4], 2), turn("y", [1, 2, 5], [6], 3)]
-    words = [rating("f0", 0.25, inference="r"), rating("f1", 1.0, inference="x"), rating("f2", 0.5, inference="y")]
-    assert rewards(fork, *words, gamma=0.5) == {"r": 0.25 + 0.5 * (1.0 + 0.5) / 2, "x": 1.0, "y": 0.5}
+    items = [rating("f0", 0.25, inference="r"), rating("f1", 1.0, inference="x"), rating("f2", 0.5, inference="y")]
+    assert rewards(fork, *items, gamma=0.5) == {"r": 0.25 + 0.5 * (1.0 + 0.5) / 2, "x": 1.0, "y": 0.5}
     title = [fork[0], fork[1], replace(fork[2], untrainable="side_turn")]
-    assert rewards(title, *words[:2], gamma=0.5) == {"r": 0.25 + 0.5 * 1.0, "x": 1.0}, "a side turn dilutes nothing"
-    assert rewards(title, *words, gamma=0.5)["r"] == 0.25 + 0.5 * (1.0 + 0.5) / 2, "unless it has feedback"
+    assert rewards(title, *items[:2], gamma=0.5) == {"r": 0.25 + 0.5 * 1.0, "x": 1.0}, "a side turn dilutes nothing"
+    assert rewards(title, *items, gamma=0.5)["r"] == 0.25 + 0.5 * (1.0 + 0.5) / 2, "unless it has feedback"
 
 
 def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
@@ -186,14 +186,14 @@ def test_returns_of_a_chain_are_those_of_turns_in_time() -> None:
 
 
 def test_the_branches_of_an_episode_weigh_as_one_conversation() -> None:
-    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.5, inference="s2")]
-    assert {name: one.share for name, one in settled(agents(), *words).items()} == {"a1a2": 0.5, "s1s2": 0.5}
-    assert {one.share for one in settled(agents(), *words, balance="trajectories").values()} == {1.0}
+    items = [rating("f1", 0.5, inference="a2"), rating("f2", 0.5, inference="s2")]
+    assert {name: one.share for name, one in settled(agents(), *items).items()} == {"a1a2": 0.5, "s1s2": 0.5}
+    assert {one.share for one in settled(agents(), *items, balance="trajectories").values()} == {1.0}
     chain = learning.turns()
     for one in settled(chain, rating("f0", 0.25), rating("f1", 0.5, inference="i2")).values():
         assert one.share == 1.0, "parts of one branch have its tokens between them"
     side = [*agents()[:1], replace(agents()[1], untrainable="side_turn"), agents()[2]]
-    assert {name: one.share for name, one in settled(side, words[0]).items()} == {"a1a2": 1.0}
+    assert {name: one.share for name, one in settled(side, items[0]).items()} == {"a1a2": 1.0}
 
 
 def test_a_shared_part_weighs_as_much_as_its_branches() -> None:
@@ -217,7 +217,7 @@ def test_a_branch_is_one_sequence_for_a_sequence_mean_loss() -> None:
 
 
 def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) -> tuple[Admitted, StoredFacts]:
-    """Return a leader's admissions of these, and the content of the streams."""
+    """Let a leader decide on ``turns`` and feedback ``items``; return its `Admitted` event and the stored streams."""
     matching = Matching(config)
     source = LiveSource(config, matching)
     run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=source)
@@ -241,8 +241,8 @@ def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) 
 def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
     new = {"reference_keys": ["key_judge"], "weight": 0.25}
     config = job(new_sources=new)
-    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2", key_id="key_judge")]
-    event, stored = decided(config, agents(), words)
+    items = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2", key_id="key_judge")]
+    event, stored = decided(config, agents(), items)
     assert [(one.reward, one.share, one.weight) for one in event.admissions] == [(0.5, 0.5, 0.125), (0.25, 0.5, 0.5)]
     assert flaws_of_weights([[event]], {}, config) == []
     assert replay_admissions(event.admissions, stored, config) == (2, [])
@@ -255,7 +255,7 @@ def test_an_audit_finds_weights_and_shares_that_do_not_follow() -> None:
 
 
 def test_an_episode_larger_than_the_pipeline_is_admitted_alone() -> None:
-    """Otherwise half of an episode would be decided without the rest."""
+    """A leader never decides one half of an episode without the other."""
     config = OnlineJob.parse(
         job(gamma=0.5).model_dump(mode="json", exclude_unset=True) | {"train": {"batch_size": 2, "max_lag": 0}}
     )
@@ -270,8 +270,8 @@ def test_the_first_agents_within_the_share_of_their_user_are_trained() -> None:
     assert config.max_draws * config.online.max_share_per_user < 3
     third = [turn("x1", [11], [12], 2.5), turn("x2", [11, 12, 13], [14], 5)]
     turns = sorted([*agents(), *third], key=lambda one: one.started)
-    words = [rating(f"f{n}", 0.5, inference=about, key_id="asker") for n, about in enumerate(("a2", "s2", "x2"))]
-    event, stored = decided(config, turns, words)
+    items = [rating(f"f{n}", 0.5, inference=about, key_id="asker") for n, about in enumerate(("a2", "s2", "x2"))]
+    event, stored = decided(config, turns, items)
     assert [[*one.interactions] for one in event.admissions] == [["a1", "a2"], ["s1", "s2"]]
     assert [one.share for one in event.admissions] == [0.5, 0.5], "the episode weighs as much as others"
     assert event.admissions[0].refused == dict.fromkeys(("x1", "x2"), "over_share")
@@ -281,7 +281,7 @@ def test_the_first_agents_within_the_share_of_their_user_are_trained() -> None:
 
 
 def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
-    """Stale answers of agents, which the policy loss may not use."""
+    """The answers of the agents are stale, so the policy loss may not use them."""
     off_policy = {"supervised": {}, "max_share": 0.01}
     config = job(gamma=0.5, off_policy=off_policy)
     old = [replace(one, spans=[replace(one.spans[0], version=0)]) for one in agents()]
@@ -290,22 +290,22 @@ def test_an_episode_with_too_much_to_imitate_is_admitted_alone() -> None:
 
 
 def test_an_audit_leaves_out_branches_decided_by_earlier_versions() -> None:
-    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2")]
-    event, stored = decided(job(), agents(), words)
+    items = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2")]
+    event, stored = decided(job(), agents(), items)
     earlier: list[Admission] = [replace(one, share=0.0, reward=0.75) for one in event.admissions]
     assert replay_admissions(earlier, stored, job()) == (0, [])
     assert flaws_of_weights([[replace(event, admissions=[replace(earlier[0], weight=1.0)])]], {}, job()) == []
 
 
 def test_the_order_of_records_does_not_matter() -> None:
-    words = [rating("f1", 0.5, inference="a2"), rating("f2", -0.25, inference="s2")]
-    expected = rewards(agents(), *words)
-    assert rewards(agents()[::-1], *words[::-1]) == expected
+    items = [rating("f1", 0.5, inference="a2"), rating("f2", -0.25, inference="s2")]
+    expected = rewards(agents(), *items)
+    assert rewards(agents()[::-1], *items[::-1]) == expected
     late = agents()
     matching = Matching(job())
     for seq, one in enumerate([late[1], late[3], late[2]], 1):
         matching.on_interaction(seq, one)
-    for seq, item in enumerate(words, 1):
+    for seq, item in enumerate(items, 1):
         matching.on_feedback(seq, item, NOW)
     matching.sweep(version=5, now=NOW + 99_999)
     assert len(matching.ready[EPISODE]) == 2
@@ -316,24 +316,24 @@ def test_the_order_of_records_does_not_matter() -> None:
 
 
 def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every leader, and the audit, use the same turns."""
+    """Every leader and the audit count the same turns."""
     for module in (matching_module, admission_audit):
         monkeypatch.setattr(module, "MAX_TURNS", 3)
-    words = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2")]
+    items = [rating("f1", 0.5, inference="a2"), rating("f2", 0.25, inference="s2")]
     matching = Matching(job())
     for seq, one in enumerate(agents(), 1):
         matching.on_interaction(seq, one)
-    fates = [one for seq, item in enumerate(words, 1) for one in matching.on_feedback(seq, item, NOW)]
-    assert [(one.status, one.reason) for one in fates] == [("matched", ""), ("rejected", "too_many_turns")]
+    statuses = [one for seq, item in enumerate(items, 1) for one in matching.on_feedback(seq, item, NOW)]
+    assert [(one.status, one.reason) for one in statuses] == [("matched", ""), ("rejected", "too_many_turns")]
     assert [(one.interaction, one.reason) for one in matching.refused_interactions.drain()] == [
         ("s2", "too_many_turns")
     ]
     early = Matching(job())
-    assert early.on_feedback(1, words[1], NOW) == []
-    told = [one for seq, item in enumerate(agents(), 1) for one in early.on_interaction(seq, item)]
-    assert [(one.feedback, one.reason) for one in told] == [("f2", "too_many_turns")]
+    assert early.on_feedback(1, items[1], NOW) == []
+    early_statuses = [one for seq, item in enumerate(agents(), 1) for one in early.on_interaction(seq, item)]
+    assert [(one.feedback, one.reason) for one in early_statuses] == [("f2", "too_many_turns")]
     turns = [*agents()[:3], turn("fork", [1, 2, 3, 7], [8], 4)]
     turns[1] = replace(turns[1], untrainable="side_turn")
-    event, stored = decided(job(), turns, [words[0], rating("f3", 0.25, inference="s1")])
+    event, stored = decided(job(), turns, [items[0], rating("f3", 0.25, inference="s1")])
     assert [(list(one.interactions), list(one.feedback)) for one in event.admissions] == [(["a1", "a2"], ["f1", "f3"])]
     assert replay_admissions(event.admissions, stored, job()) == (1, [])

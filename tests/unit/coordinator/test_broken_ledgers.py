@@ -1,4 +1,4 @@
-"""A ledger that breaks a rule is refused where the rule is broken, whatever else would notice it later."""
+"""The fold of a ledger refuses each event that breaks a rule, at that event."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def state_after(*events: Event) -> LedgerState:
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "message"),
     [
         (Drawn(writer_epoch=1, time=0.0, **OPEN, start=8, stop=9), "epoch went back from 2 to 1"),
         (Drawn(**BASE, **OPEN, start=9, stop=10), "without gaps"),
@@ -97,9 +97,9 @@ def state_after(*events: Event) -> LedgerState:
     ],
     ids=str,
 )
-def test_an_event_that_breaks_a_rule_is_refused(event: Event, said: str) -> None:
+def test_an_event_that_breaks_a_rule_is_refused(event: Event, message: str) -> None:
     state = fold(TWO)
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         state.apply(event)
 
 
@@ -115,10 +115,13 @@ def test_a_dead_letter_is_replayed_once() -> None:
         state.apply(Redrawn(**BASE, **OPEN, draw=Draw(4, 1001), letter=1))
 
 
-def test_live_material_counts_once() -> None:
+def test_live_answers_and_feedback_count_once() -> None:
     state = state_after(admitted(0, 10, 20))
-    for again, said in ((admitted(1, 10, 21), "trained once already"), (admitted(1, 11, 20), "feedback counts once")):
-        with pytest.raises(AssertionError, match=said):
+    for again, match in (
+        (admitted(1, 10, 21), "trained once already"),
+        (admitted(1, 11, 20), "feedback counts once"),
+    ):
+        with pytest.raises(AssertionError, match=match):
             state.apply(again)
     state.apply(admitted(1, 11, 21, low=10))
     assert (state.consumed, state.used) == ({"i10": 10, "i11": 11}, {"f20": 20, "f21": 21})
@@ -126,7 +129,7 @@ def test_live_material_counts_once() -> None:
     assert state.consumed == {"i11": 11, "i12": 12}, "below the mark everything is decided"
 
 
-def test_what_the_fold_says_of_sealed_and_refused_batches() -> None:
+def test_the_fold_of_sealed_and_refused_batches() -> None:
     state = fold([*TWO, sealed(3, [4, 5])])
     assert (state.epoch, state.next_ordinal, state.trained) == (2, 8, 2)
     assert state.in_flight == [Draw(6), Draw(7)]
@@ -145,7 +148,7 @@ def test_replacements_count_until_the_next_batch() -> None:
 
 
 @pytest.mark.parametrize("redraw", [True, False])
-def test_a_fork_takes_back_what_came_from_its_first_batch_on(redraw: bool) -> None:
+def test_a_fork_rolls_back_its_first_batch_and_all_later_ones(redraw: bool) -> None:
     three = [trained(2), saved(2), sealed(3, [4, 5]), trained(3), sealed(4, [6, 7])]
     state = fold([*TWO, saved(1), *three, forked(2, 9, redraw=redraw)])
     assert (state.version, state.updates, state.trained) == (9, 1, 2)
@@ -156,7 +159,7 @@ def test_a_fork_takes_back_what_came_from_its_first_batch_on(redraw: bool) -> No
 
 
 def test_a_checkpoint_keeps_what_a_replay_needs() -> None:
-    """Batch 1 lies at 10 and 11, batch 2 at 12 and 13: one with any group at the mark can be repeated."""
+    """Batch 1 has sequences 10 and 11, batch 2 has 12 and 13; a batch with a group at or above ``low_seq`` stays."""
     state = fold([*TWO, trained(2), saved(2, low_seq=12)])
     assert sorted(state.batches) == [2]
     assert sorted(fold([*TWO, trained(2), saved(2, low_seq=11)]).batches) == [1, 2]

@@ -47,7 +47,7 @@ BEGUN = CanaryBegun(writer_epoch=1, time=NOW, version=1, number=1, digest="w1", 
 
 
 def promotions() -> Any:
-    """Load the tests of the gate, whose run without a bus is used here."""
+    """Load ``test_promotion.py``, whose run without a bus the tests here use; return the module."""
     spec = importlib.util.spec_from_file_location("promotion_tests", Path(__file__).with_name("test_promotion.py"))
     assert spec is not None
     assert spec.loader is not None
@@ -96,14 +96,14 @@ def test_the_unit_is_the_conversation() -> None:
     ("level", "count", "quantile"),
     [(0.95, 6, 1.8125), (0.95, 16, 1.6973), (0.99, 11, 2.5280), (0.5, 6, 0.0)],
 )
-def test_the_bound_is_students_for_arms_of_the_same_spread(level: float, count: int, quantile: float) -> None:
-    """With 2 * (count - 1) degrees of freedom; the quantiles are those of a table."""
+def test_arms_of_equal_spread_get_the_bound_of_students_t_test(level: float, count: int, quantile: float) -> None:
+    """Arms of equal spread have 2 * (count - 1) degrees of freedom; the quantiles are from a table."""
     found = lower_bound(Arm(count, 0.5, 2.0), Arm(count, 0.2, 2.0), level)
     assert found == pytest.approx(0.3 - quantile * (4.0 / count) ** 0.5, abs=2e-3)
 
 
 def test_the_bound_counts_the_degrees_of_freedom_of_the_smaller_arm() -> None:
-    """Variances 4 and 1 of 10 and 40 samples: freedom (0.4 + 0.025)^2 / (0.4^2 / 9 + 0.025^2 / 39) = 10.151."""
+    """Welch: variances 4 and 1 of 10 and 40 samples give (0.4 + 0.025)^2 / (0.4^2 / 9 + 0.025^2 / 39) = 10.151."""
     found = lower_bound(Arm(10, 0.0, 4.0), Arm(40, 0.0, 1.0), 0.95)
     assert found == pytest.approx(-1.8103 * 0.425**0.5, abs=2e-3)
     assert lower_bound(Arm(10, 0.3, 0.0), Arm(40, 0.5, 0.0), 0.95) == pytest.approx(-0.2)
@@ -173,7 +173,7 @@ def test_the_figures_describe_both_arms() -> None:
 
 
 def trial(**canary: Any) -> Any:
-    """Start a run whose version 1 kept the bound and is on trial."""
+    """Start a run whose version 1 passed the bound and is on trial; return the run."""
     settings = {"conversations": 10, "share": 0.2, "max_wait_s": 600.0, **canary}
     run = GATE.Lineage(GATE.job(max_lag=2, min_entropy=0.5, patience=2, canary=settings))
     run.gate.announced = 0
@@ -182,7 +182,7 @@ def trial(**canary: Any) -> Any:
 
 
 def judge(run: Any, canary: list[float], served: list[float]) -> list[Any]:
-    """Add samples to both arms; return the decision."""
+    """Add rewards to both arms of the trial; return the events of the next decision."""
     run.run.commit(
         [CanaryJudged(writer_epoch=1, time=NOW, version=run.state.canary.version, judged=arms(canary, served))]
     )
@@ -302,18 +302,18 @@ class Live:
         self.run = GATE.Lineage(config)
         self.run.train()
         assert self.run.state.canary is not None
-        self.seq, self.fates = 0, []
+        self.seq, self.statuses = 0, []
 
     def serve_rated(self, *answers: Interaction, value: float | None = 0.5, **changes: Any) -> None:
         for one in answers:
             self.seq += 1
-            self.fates += self.matching.on_interaction(self.seq, one)
+            self.statuses += self.matching.on_interaction(self.seq, one)
             if value is not None:
-                self.fates += self.matching.on_feedback(self.seq, rating(one.id, value, **changes), NOW + 2)
-        self.fates += self.matching.sweep(version=1, now=NOW + 3)
+                self.statuses += self.matching.on_feedback(self.seq, rating(one.id, value, **changes), NOW + 2)
+        self.statuses += self.matching.sweep(version=1, now=NOW + 3)
 
     def drafted(self) -> list[Judged]:
-        """Return what the leader records of the trial."""
+        """Let the leader record the judged conversations of the trial; return them."""
         draft = Draft(self.run.run, copy_state(self.run.state), NOW + 3)
         self.matching.trials.draft(draft)
         self.run.run.commit(draft.events)
@@ -325,16 +325,16 @@ def test_both_arms_are_compared_and_only_the_served_one_is_trained() -> None:
     live = Live(job())
     live.serve_rated(answer("a"), value=None)
     assert (live.drafted(), live.matching.num_waiting) == ([], 1), "it waits for feedback"
-    live.fates += live.matching.on_feedback(9, rating("a", 0.25), NOW + 2)
+    live.statuses += live.matching.on_feedback(9, rating("a", 0.25), NOW + 2)
     live.serve_rated(answer("b", version=0, untrainable=""))
     rows = live.drafted()
     assert [(row.interactions, row.is_canary, row.reward, row.judges) for row in rows] == [
         (["a"], True, 0.25, ["judge"]),
         (["b"], False, 0.5, ["judge"]),
     ]
-    assert [(one.status, one.reason) for one in live.fates if one.feedback == "f-a"][-1] == ("rejected", CANARY)
+    assert [(one.status, one.reason) for one in live.statuses if one.feedback == "f-a"][-1] == ("rejected", CANARY)
     assert list(live.matching.ready) == ["b"]
-    assert live.drafted() == [], "once"
+    assert live.drafted() == [], "recorded once"
     assert [one.reason for one in live.matching.on_feedback(10, rating("a", 1.0, key_id="late"), NOW)] == []
 
 
@@ -354,10 +354,10 @@ def test_stale_answers_of_the_served_version_are_compared() -> None:
     live.serve_rated(answer("a", version=0, untrainable=""), value=None)
     live.matching.sweep(version=9, now=NOW + 3)
     assert live.matching.num_waiting == 1
-    live.fates += live.matching.on_feedback(9, rating("a"), NOW + 2)
-    live.fates += live.matching.sweep(version=9, now=NOW + 3)
+    live.statuses += live.matching.on_feedback(9, rating("a"), NOW + 2)
+    live.statuses += live.matching.sweep(version=9, now=NOW + 3)
     assert [row.interactions for row in live.drafted()] == [["a"]]
-    assert live.fates[-1].reason == "stale"
+    assert live.statuses[-1].reason == "stale"
 
 
 @pytest.mark.parametrize(
@@ -374,16 +374,16 @@ def test_stale_answers_of_the_served_version_are_compared() -> None:
     ],
 )
 def test_only_trainable_answers_are_compared(one: Interaction) -> None:
-    """Excluded are answers of a worker without the version, from before the trial, of several versions, or broken."""
+    """Answers of a worker without the version, from before the trial, of several versions, or broken are left out."""
     live = Live(job())
     live.serve_rated(one)
     assert live.drafted() == []
 
 
-def test_silence_counts_only_with_a_default() -> None:
+def test_missing_feedback_counts_only_with_a_default() -> None:
     live = Live(job(idle_ttl_s=1.0))
     live.serve_rated(answer("a"), value=None)
-    live.fates += live.matching.sweep(version=1, now=NOW + 50)
+    live.statuses += live.matching.sweep(version=1, now=NOW + 50)
     assert (live.drafted(), live.matching.num_waiting) == ([], 0)
     worth = {"rating": {"type": "float", "default_after_s": 10.0, "default_value": -0.5}}
     other = Live(job(metrics=worth))
@@ -432,7 +432,7 @@ def test_a_conversation_with_a_trial_answer_is_not_trained() -> None:
     ]
     live.serve_rated(*turns, final=True)
     assert live.matching.ready == {}
-    assert {one.reason for one in live.fates if one.status == "rejected"} == {CANARY}
+    assert {one.reason for one in live.statuses if one.status == "rejected"} == {CANARY}
     assert live.drafted() == [], "two versions wrote it"
     whole = Live(job(gamma=1.0))
     whole.serve_rated(*(answer(name, episode="talk") for name in "ab"), value=0.25, final=True)
@@ -458,7 +458,7 @@ def test_no_owner_decides_a_trial_alone() -> None:
     live.serve_rated(answer("a9"), key_id="loud")
     assert live.drafted() == []
     live.serve_rated(answer("s", version=0, untrainable=""), key_id="loud")
-    assert [row.is_canary for row in live.drafted()] == [False], "each arm alone"
+    assert [row.is_canary for row in live.drafted()] == [False], "each arm has its own share"
 
 
 def test_a_correction_of_a_trial_answer_is_not_imitated() -> None:
@@ -467,9 +467,9 @@ def test_a_correction_of_a_trial_answer_is_not_imitated() -> None:
     matching.on_interaction(1, answer("a"))
     item = replace(rating("a"), kind="correction", metric="", body={"corrected": "x"})
     matching.examples.add_record("a", InteractionRecord.of(1, answer("a")))
-    fates = matching.on_feedback(1, item, NOW)
-    fates += matching.sweep(version=1, now=NOW)
-    assert (fates[-1].status, fates[-1].reason) == ("rejected", CANARY)
+    statuses = matching.on_feedback(1, item, NOW)
+    statuses += matching.sweep(version=1, now=NOW)
+    assert (statuses[-1].status, statuses[-1].reason) == ("rejected", CANARY)
 
 
 @pytest.mark.parametrize(
@@ -503,9 +503,9 @@ def test_an_audit_finds_violations_of_a_trial() -> None:
     ) -> list[list[Any]]:
         promoted = Promoted(**epoch, version=1, number=1, digest="w1", reason=reason)
         admission = Admission(0, {name: 1}, {}, 1.0, 0, "k", "u", "feedback", NOW)
-        told = CanaryJudged(**epoch, version=1, judged=judged)
+        recorded = CanaryJudged(**epoch, version=1, judged=judged)
         admitted = Admitted(**epoch, admissions=[admission], low_interactions=1, low_feedback=1)
-        return [[*([BEGUN, told] if begun else []), promoted], [admitted]]
+        return [[*([BEGUN, recorded] if begun else []), promoted], [admitted]]
 
     assert not flaws_of_canaries(history(arms(GOOD, GOOD)), config)
     assert not flaws_of_canaries(history([], reason="by request", begun=False), config)

@@ -18,19 +18,19 @@ USERS = {"willing": True, "unwilling": False}
 
 
 @pytest.mark.parametrize(
-    ("said", "opt_out", "opt_in"), [(True, "", ""), (None, "", "no_consent"), (False, "opted_out", "opted_out")]
+    ("choice", "opt_out", "opt_in"), [(True, "", ""), (None, "", "no_consent"), (False, "opted_out", "opted_out")]
 )
-def test_silence_is_consent_only_if_the_job_says_so(said: bool | None, opt_out: str, opt_in: str) -> None:
-    assert (objection(said, "opt_out"), objection(said, "opt_in")) == (opt_out, opt_in)
+def test_silence_is_consent_only_if_the_job_says_so(choice: bool | None, opt_out: str, opt_in: str) -> None:
+    assert (objection(choice, "opt_out"), objection(choice, "opt_in")) == (opt_out, opt_in)
 
 
-class Nothing:
+class NoBus:
     def kv(self, bucket: str) -> None:
-        """No test here asks the bus."""
+        """Return nothing: no test here uses the bus."""
 
 
 def test_the_newest_choice_of_a_user_counts_and_can_be_deleted() -> None:
-    consents = Consents(Nothing())  # type: ignore[arg-type]
+    consents = Consents(NoBus())  # type: ignore[arg-type]
     assert (consents.of("u"), consents.opted_out("u")) == (None, False)
     for value, expected in ((OPTED_IN, True), (OPTED_OUT, False), (OPTED_IN, True), (None, None)):
         consents._take("u", value)
@@ -57,9 +57,9 @@ def trained(consent: str, user: str, **changes: Any) -> str:
     fields = {"kind": "metric", "metric": "rating"} | changes
     item = Feedback(id="f", job="j", key_id="k", received=NOW, inference="i", value=1.0, **fields)
     matching.examples.add_record("i", InteractionRecord.of(1, one))
-    fates = [*matching.on_interaction(1, one), *matching.on_feedback(1, item, NOW)]
-    fates += matching.sweep(version=0, now=NOW)
-    refused = [one.reason for one in fates if one.status == "rejected"]
+    statuses = [*matching.on_interaction(1, one), *matching.on_feedback(1, item, NOW)]
+    statuses += matching.sweep(version=0, now=NOW)
+    refused = [one.reason for one in statuses if one.status == "rejected"]
     assert bool(refused) is not bool(matching.ready or matching.examples.ready)
     return refused[0] if refused else ""
 

@@ -1,4 +1,4 @@
-"""The audit of admissions: it replays decisions; also answers that were cut off and episodes without an end."""
+"""The audit of admissions replays decisions. Also: answers that were cut off, and episodes that no client ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VERSION = 6
 def admitted(
     config: OnlineJob, records: list[Interaction], items: list[Feedback], now: float, leader: Matching | None = None
 ) -> list[Admission]:
-    """Return a leader's admissions of these at version 6."""
+    """Let a leader decide on ``records`` and ``items`` at version 6; return its admissions."""
     matching = leader or Matching(config)
     for seq, record in enumerate(records, 1):
         matching.on_interaction(seq, record)
@@ -51,7 +51,7 @@ def admitted(
 def replay(
     config: OnlineJob, records: list[Interaction], items: list[Feedback], admissions: list[Admission]
 ) -> tuple[int, list[str]]:
-    """Replay admissions from streams with the same content."""
+    """Replay ``admissions`` from stored ``records`` and ``items``; return how many were checked, and the flaws."""
     stored = StoredFacts(
         dict(enumerate(records, 1)), {seq: [item] for seq, item in enumerate(items, 1)},
         {EPISODE: list(range(1, len(records) + 1))},
@@ -125,7 +125,7 @@ def test_feedback_on_a_turn_of_an_objecting_user_moves_to_the_others(objecting: 
     assert matching.on_job_end(NOW + 10) == []
 
 
-def test_a_decision_that_does_not_follow_is_found() -> None:
+def test_an_admission_that_does_not_follow_from_the_records_is_found() -> None:
     config, records, items = job(), [interaction()], [rating("f1", 0.5), rating("f2", 0.5, key_id="k2")]
     (fair,) = admitted(config, records, items, NOW + 2)
     assert replay(config, records, items, [fair]) == (1, [])
@@ -150,8 +150,8 @@ def test_admissions_with_feedback_on_a_missing_turn_are_left_out(gone: int) -> N
     items = [rating("f0", 0.25, inference="i1"), rating("f1", 0.5, inference="i2", final=True)]
     admissions = admitted(config, records, items, NOW + 9)
     assert replay(config, records, items, admissions) == (1, [])
-    kept = {seq: record for seq, record in enumerate(records, 1) if seq != gone + 1}
-    stored = StoredFacts(kept, {1: [items[0]], 2: [items[1]]}, {EPISODE: list(kept)}, oldest=min(kept))
+    remaining = {seq: record for seq, record in enumerate(records, 1) if seq != gone + 1}
+    stored = StoredFacts(remaining, {1: [items[0]], 2: [items[1]]}, {EPISODE: list(remaining)}, oldest=min(remaining))
     assert replay_admissions(admissions, stored, config) == (0, [])
 
 
@@ -178,7 +178,7 @@ def test_missing_turns_are_no_violation() -> None:
 
 
 def replace_oldest(stored: StoredFacts) -> StoredFacts:
-    """Return the same facts with nothing purged."""
+    """Return ``stored`` as if nothing had been purged."""
     return StoredFacts(stored.records, stored.items, stored.turns)
 
 
@@ -210,21 +210,21 @@ def test_row_10_a_cut_answer_is_penalised_without_feedback() -> None:
 def test_row_9_an_active_episode_closes_at_its_maximum_age() -> None:
     config = job(max_age_s=60.0, idle_ttl_s=30.0)
     matching = Matching(config)
-    for place in range(8):
-        at = NOW + 10.0 * place
+    for number in range(8):
+        at = NOW + 10.0 * number
         matching.on_interaction(
-            place + 1, interaction(f"i{place}", at=at, episode=EPISODE, alone=False, version=VERSION)
+            number + 1, interaction(f"i{number}", at=at, episode=EPISODE, alone=False, version=VERSION)
         )
         matching.sweep(version=VERSION, now=at)
-        if place == 0:
+        if number == 0:
             matching.on_feedback(1, rating("f0", 0.5, inference="i0"), at)
         if at - NOW < 59:
             assert not matching.ready, "the episode is still active"
     assert EPISODE in matching.ready
     late = matching.on_feedback(2, rating("f9", 1.0, inference="i7"), NOW + 80)
-    assert [fate.status for fate in late] == ["matched"], "it counts until admission"
+    assert [one.status for one in late] == ["matched"], "it counts until admission"
     matching.sweep(version=VERSION, now=NOW + 81)
     learning.take(matching)
     matching.on_interaction(20, interaction("i20", at=NOW + 90, episode=EPISODE, alone=False, version=VERSION))
-    over = matching.on_feedback(3, rating("f20", 1.0, inference="i20"), NOW + 91)
-    assert [(fate.status, fate.reason) for fate in over] == [("rejected", "episode_over")]
+    after_end = matching.on_feedback(3, rating("f20", 1.0, inference="i20"), NOW + 91)
+    assert [(one.status, one.reason) for one in after_end] == [("rejected", "episode_over")]

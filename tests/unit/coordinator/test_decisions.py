@@ -20,7 +20,7 @@ TIMEOUT_S = 100.0
 
 
 class Scene:
-    """A strictly on-policy job of two groups per batch at version 0; time passes on request."""
+    """A strictly on-policy job with two groups per batch at version 0, whose clock (``now``) the test sets."""
 
     def __init__(self, **train: object) -> None:
         spec = {
@@ -62,7 +62,7 @@ class Scene:
         return [draw for draw in self.run.state.in_flight if draw not in self.run.candidates]
 
 
-def test_with_oversampling_what_replaces_a_group_is_for_the_batch_that_lacks_it() -> None:
+def test_with_oversampling_replacements_are_for_the_batch_that_lacks_groups() -> None:
     scene = Scene(oversample=2.0)
     for number, draw in enumerate(scene.waiting):
         scene.answer(draw, skipped=number < 3)
@@ -89,7 +89,7 @@ def test_a_draw_waits_in_one_queue_at_a_time() -> None:
 
 
 def test_a_leader_that_was_replaced_deletes_nothing_of_its_successor() -> None:
-    """The old leader knows no draw of the one that leads now: to it their groups would be duplicates."""
+    """The old leader does not know the draws of its successor; it must not delete their groups as duplicates."""
     scene = Scene()
     assert scene.answer(Draw(9)) is Verdict.DUPLICATE
     assert scene.answer(Draw(9), epoch=2) is Verdict.ACCEPT
@@ -99,7 +99,7 @@ def test_a_leader_that_was_replaced_deletes_nothing_of_its_successor() -> None:
     assert len(scene.run.candidates) == 1
 
 
-def test_what_replaces_a_refused_group_is_for_the_same_batch() -> None:
+def test_the_replacement_of_a_refused_group_is_for_the_same_batch() -> None:
     scene = Scene()
     first, second = scene.waiting
     scene.answer(first)
@@ -158,7 +158,7 @@ def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
 
 @pytest.mark.parametrize("first", ["paused", "cancelled"])
 def test_a_cancelled_job_does_not_wait_for_a_trainer_that_cannot_train(first: str) -> None:
-    """The trainer asked for a pause before the batch, and the user cancels; or the job was being cancelled by then."""
+    """The trainer halted; the user cancels the job while it is paused, or had cancelled it before."""
     scene = Scene()
     for draw in scene.waiting:
         scene.answer(draw)
@@ -171,7 +171,7 @@ def test_a_cancelled_job_does_not_wait_for_a_trainer_that_cannot_train(first: st
     assert scene.run.state.balanced()
 
 
-def test_a_cancelled_job_may_go_without_a_last_checkpoint() -> None:
+def test_a_cancelled_job_may_end_without_a_last_checkpoint() -> None:
     scene = Scene()
     for draw in scene.waiting:
         scene.answer(draw)
@@ -185,7 +185,7 @@ def test_a_cancelled_job_may_go_without_a_last_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("leader", ["the_same", "a_new_one"])
-def test_the_newest_checkpoint_written_anew_is_where_the_next_trainer_looks(leader: str) -> None:
+def test_a_checkpoint_that_was_written_again_is_at_its_new_path(leader: str) -> None:
     scene = Scene()
     if leader == "a_new_one":  # it begins with a snapshot
         data = encode_snapshot(scene.run.state, job="j", seq=1, entry="e")
@@ -195,10 +195,10 @@ def test_the_newest_checkpoint_written_anew_is_where_the_next_trainer_looks(lead
     assert scene.run.state.checkpoint.path == "c0-anew", "the trainer found the other one damaged"
 
 
-def test_a_fork_that_is_reported_again_is_recorded_once_and_refused_to_no_one() -> None:
+def test_a_fork_that_is_reported_again_is_recorded_once_and_not_refused() -> None:
     scene = Scene()
     fork = {"batch": 1, "version": 3, "digest": "w3", "reason": "other bits"}
     assert scene.report("forked", **fork)[0]
-    assert scene.report("forked", **fork)[0] == [], "the answer was lost, and its trainer goes on from here"
+    assert scene.report("forked", **fork)[0] == [], "the first response was lost, and its trainer continues"
     with pytest.raises(Refusal):
         scene.report("forked", **{**fork, "digest": "of another trainer"})

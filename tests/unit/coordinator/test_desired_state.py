@@ -14,7 +14,7 @@ from penstock.shared.protocol.events import Checkpointed, JobStarted
 from penstock.shared.protocol.jobs import JobRecord, Operation
 
 SPEC = {
-    "name": "wished",
+    "name": "desired",
     "model": {"config": {}, "tokenizer": "char"},
     "data": {"train": {"type": "addition"}},
     "reward": {"scorers": [{"type": "exact"}]},
@@ -23,7 +23,7 @@ SPEC = {
 
 
 def record(*operations: Operation) -> JobRecord:
-    return JobRecord(id="job_1", name="wished", created_at=datetime.now(UTC), spec=SPEC, operations=list(operations))
+    return JobRecord(id="job_1", name="desired", created_at=datetime.now(UTC), spec=SPEC, operations=list(operations))
 
 
 def operation(id: str) -> Operation:

@@ -1,4 +1,4 @@
-"""The sums of held-out completions, and the request that a ticket is for an engine."""
+"""Metrics of held-out completions, and the requests that an engine gets for a ticket."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_one(n: int, correct: i
     assert pass_at_k(n, correct, k) == pytest.approx(sum(any(s) for s in subsets) / len(subsets))
 
 
-def test_greedy_and_sampled_rewards_are_kept_apart_and_failures_have_none() -> None:
+def test_greedy_and_sampled_rewards_are_separate_and_failures_have_none() -> None:
     scores = Scores()
     scores.take(0, [1.0, 0.0, 1.0], [False, False, False], [False, False, True])
     scores.take(1, [0.0, 0.9, 0.0], [False, False, True], [False, False, True])
@@ -66,7 +66,7 @@ def test_greedy_and_sampled_rewards_are_kept_apart_and_failures_have_none() -> N
     assert (both["eval/pass@2/easy"], both["eval/pass@2/hard"]) == (1.0, 0.0)
 
 
-def test_a_point_ends_with_its_last_prompt_and_tells_how_long_a_batch_waited() -> None:
+def test_an_evaluation_ends_with_its_last_prompt_and_reports_the_wait_of_a_batch() -> None:
     plan = EvaluationPlan(EvaluationConfig(num_prompts=2, samples=1), [SourceSummary("addition", 10, "sums")])
     assert plan.due(0)
     tickets = plan.start(0, 3, now=100.0, deadline=200.0, epoch=1)
@@ -86,7 +86,7 @@ def test_a_point_ends_with_its_last_prompt_and_tells_how_long_a_batch_waited() -
     assert not plan.due(0)
 
 
-def test_a_point_ends_at_its_deadline_without_the_missing() -> None:
+def test_an_evaluation_ends_at_its_deadline_without_missing_prompts() -> None:
     plan = EvaluationPlan(EvaluationConfig(num_prompts=2), [SourceSummary("addition", 10, "sums")])
     plan.start(0, 3, now=100.0, deadline=200.0, epoch=1)
     assert plan.current is not None
@@ -124,7 +124,7 @@ def test_evaluations_ask_for_samples_and_greedy_at_once() -> None:
     ]
 
 
-def test_a_ticket_knows_the_temperature_of_its_draw_and_of_its_evaluation() -> None:
+def test_a_ticket_has_the_temperature_of_its_draw_or_evaluation() -> None:
     remax = {**JOB, "algorithm": {"type": "remax", "group_size": 2}}
     assert asked(remax, "train", 0.6) == [(0.6, 2), (0.0, 1)]
     assert asked({**JOB, "evaluation": {"samples": 3}}, "eval", 0.6) == [(0.6, 3), (0.0, 1)]
@@ -135,7 +135,7 @@ def test_a_ticket_knows_the_temperature_of_its_draw_and_of_its_evaluation() -> N
         assert ticket.temperature == expected
 
 
-def test_an_evaluation_job_samples_what_the_evaluation_of_its_job_samples() -> None:
+def test_an_evaluation_job_samples_like_the_evaluation_of_a_training_job() -> None:
     ticket = Ticket(draw=Draw(7), min_version=0, deadline=0.0, epoch=1, purpose="eval")
     training = requests_for(parse_job({**JOB, "seed": 3, "evaluation": {"samples": 2}}), ticket)
     assert requests_for(parse_job({**EVALUATION, "seed": 3, "evaluation": {"samples": 2}}), ticket) == training
@@ -143,7 +143,7 @@ def test_an_evaluation_job_samples_what_the_evaluation_of_its_job_samples() -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "says"),
+    ("wrong", "message"),
     [
         ({"evaluation": {"greedy": False}}, "nothing to measure"),
         ({"train": {"max_updates": 3}}, "train: unknown key"),
@@ -151,8 +151,8 @@ def test_an_evaluation_job_samples_what_the_evaluation_of_its_job_samples() -> N
         ({"evaluation": {"samples": 2, "pass_k": [3]}}, "pass_k"),
     ],
 )
-def test_evaluation_jobs_that_cannot_work_are_refused(wrong: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_evaluation_jobs_that_cannot_work_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         parse_job({**EVALUATION, **wrong})
 
 

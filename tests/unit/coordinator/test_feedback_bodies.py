@@ -1,4 +1,4 @@
-"""Hostile bodies of feedback are refused before their flaws are counted out one by one."""
+"""The API refuses hostile feedback bodies without listing each of their flaws."""
 
 from __future__ import annotations
 

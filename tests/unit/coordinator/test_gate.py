@@ -1,4 +1,4 @@
-"""Each rule of the gate by itself, and the rules of a run that only an edge shows."""
+"""Each rule of the gate by itself, and edge cases of the rules of a run."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def test_a_group_is_judged_by_its_header(
     assert judge(header, info, taken=taken, smallest_group=2, needs_baseline=True) is verdict
 
 
-def test_lag_is_bounded_where_there_is_one() -> None:
+def test_the_lag_bound_applies_to_the_policy_loss_only() -> None:
     assert [is_stale(3, start, 1) for start in (3, 4, 5)] == [False, False, True]
     old = Candidate(1, HEADER, Verdict.ACCEPT)
     assert old.is_stale(5, 1)
     assert not Candidate(1, msgspec.structs.replace(HEADER, objective="supervised"), Verdict.ACCEPT).is_stale(5, 1)
 
 
-def led(*, every: int = 3, **train: Any) -> JobRun:
-    """A run of two groups per batch whose initial checkpoint exists."""
+def start_run(*, every: int = 3, **train: Any) -> JobRun:
+    """Start a run of two groups per batch whose initial checkpoint exists; return the run."""
     spec = {
         "name": "edges",
         "model": {"config": {}, "tokenizer": "char"},
@@ -67,20 +67,20 @@ def led(*, every: int = 3, **train: Any) -> JobRun:
     }
     run = JobRun(JobConfig.parse(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
     run.commit(run.decide(0.0))
-    tell(run, kind="checkpointed", digest="w0", path="c0")
+    report(run, kind="checkpointed", digest="w0", path="c0")
     return run
 
 
-def tell(run: JobRun, **fields: Any) -> None:
+def report(run: JobRun, **fields: Any) -> None:
     events = run.on_report(Report(epoch=1, **fields), 0.0)
     run.commit([*events, *run.decide(0.0, after=events)])
 
 
 def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
-    """Every draw in flight is answered; the run decides."""
+    """Answer every draw in flight, and let the run decide."""
     for draw in run.state.in_flight:
-        made_by = {"min_version": run.state.version, "max_version": run.state.version}
-        header = msgspec.structs.replace(HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, **made_by)
+        versions = {"min_version": run.state.version, "max_version": run.state.version}
+        header = msgspec.structs.replace(HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, **versions)
         run.on_group(1 + max([*run.stored, run.state.heard]), header)
     run.commit(run.decide(0.0))
 
@@ -88,11 +88,11 @@ def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
 def update(run: JobRun) -> None:
     answer(run)
     number = run.state.last_trained + 1
-    tell(run, kind="trained", batch=number, revision=1, version=number, digest=f"w{number}")
+    report(run, kind="trained", batch=number, revision=1, version=number, digest=f"w{number}")
 
 
 def test_a_run_ends_and_checkpoints_when_it_should() -> None:
-    run = led(every=2, max_updates=3)
+    run = start_run(every=2, max_updates=3)
     assert run.has_room is (len(run.state.open) < run.config.max_draws) is False
     update(run)
     assert (run.wants_checkpoint, run.training_done) == ("", False)
@@ -103,7 +103,7 @@ def test_a_run_ends_and_checkpoints_when_it_should() -> None:
 
 
 def test_half_of_the_byte_budget_asks_for_a_checkpoint() -> None:
-    run = led(every=50)
+    run = start_run(every=50)
     update(run)
     assert run.wants_checkpoint == ""
     answer(run, nbytes=300_000)
@@ -111,9 +111,9 @@ def test_half_of_the_byte_budget_asks_for_a_checkpoint() -> None:
     assert run.wants_checkpoint == "byte budget half used"
 
 
-def test_a_job_whose_groups_all_fail_ends_and_one_good_group_begins_the_count_anew() -> None:
+def test_a_job_whose_groups_all_fail_ends_and_a_good_group_restarts_the_count() -> None:
     most = FAILED_STREAK * 2
-    run = led()
+    run = start_run()
     for draws in range(most - 1):
         header = msgspec.structs.replace(HEADER, draw=run.state.in_flight[0], failed=[True] * 3)
         run.on_group(draws + 1, header)
@@ -129,7 +129,7 @@ def test_a_job_whose_groups_all_fail_ends_and_one_good_group_begins_the_count_an
 
 
 class Forgetful(TicketSource):
-    """Draws of users who are deleted are not trained, and nobody draws them again."""
+    """A source that refuses the draws of deleted users and does not draw them again."""
 
     refuses = True
 
@@ -141,8 +141,8 @@ class Forgetful(TicketSource):
 
 
 def refused(gone: Draw | None = None) -> JobRun:
-    """A run of three updates, all sealed, whose first batch was refused for one of its groups."""
-    run = led(max_updates=3, max_lag=2)
+    """Return a run with three sealed batches, the first of which the trainer refused for one of its groups."""
+    run = start_run(max_updates=3, max_lag=2)
     answer(run)
     assert sorted(run.state.sealed) == [1, 2, 3]
     run.source = Forgetful() if gone is None else Forgetful(gone)
@@ -152,8 +152,8 @@ def refused(gone: Draw | None = None) -> JobRun:
 
 @pytest.mark.parametrize("gone", [None, Draw(0)], ids=["drawn again", "another one drawn"])
 @pytest.mark.parametrize("most", [2, 3])
-def test_what_was_refused_is_sealed_anew_though_later_batches_reach_the_limit(most: int, gone: Draw | None) -> None:
-    """The trainer waits for batch 1, also where somebody lowers the limit below what is sealed."""
+def test_a_refused_batch_is_sealed_again_though_later_batches_reach_the_limit(most: int, gone: Draw | None) -> None:
+    """The trainer waits for batch 1, even if the user lowers ``max_updates`` below the number of sealed batches."""
     run = refused(gone)
     train = run.config.train.model_copy(update={"max_updates": most})
     run.commit(run.amend(run.config.model_copy(update={"train": train}), 2, 0.0))
@@ -163,7 +163,7 @@ def test_what_was_refused_is_sealed_anew_though_later_batches_reach_the_limit(mo
     assert [(number, run.state.sealed[number].revision) for number in (1, 2, 3)] == [(1, 2), (2, 1), (3, 1)]
 
 
-def test_what_waits_for_a_refused_batch_keeps_no_run_from_its_end() -> None:
+def test_batches_behind_a_refused_one_do_not_prevent_the_end_of_a_run() -> None:
     run = refused()
     assert not run.training_done
     assert phase_of(run, "paused") == "paused"
@@ -176,14 +176,14 @@ def test_what_waits_for_a_refused_batch_keeps_no_run_from_its_end() -> None:
 
 
 def test_nothing_is_decided_after_the_end() -> None:
-    run = led(max_updates=1)
+    run = start_run(max_updates=1)
     update(run)
     run.commit(run.finish(0.0, {}))
     assert run.decide(1.0) == []
 
 
 def test_a_dead_letter_takes_no_sealed_draw() -> None:
-    run = led()
+    run = start_run()
     first = run.state.in_flight[0]
     answer(run)
     assert run.state.open[first].batch == 1
@@ -192,7 +192,7 @@ def test_a_dead_letter_takes_no_sealed_draw() -> None:
 
 
 def test_a_checkpoint_purges_below_what_a_replay_needs() -> None:
-    run = led()
+    run = start_run()
     update(run)
     events = run.on_report(Report(epoch=1, kind="checkpointed", batch=1, version=1, digest="w1", path="c1"), 0.0)
     [saved] = [event for event in events if isinstance(event, Checkpointed)]

@@ -27,7 +27,7 @@ JOB = {
 
 
 def stops_after(values: Iterable[float], **config: object) -> tuple[int, str]:
-    """How many values it takes to stop, 0 for never, and why."""
+    """Return after how many of ``values`` a run stops (0: never), and the reason."""
     stop = EarlyStop(EarlyStopConfig.parse(config))
     for count, value in enumerate(values, 1):
         stop.take(value)
@@ -120,14 +120,14 @@ def best_of(metric: str = "eval/greedy", mode: str = "max") -> Goals:
 
 
 def commit(goals: Goals, state: LedgerState) -> int | None:
-    """Put the event that is due into the ledger; the number that it names."""
+    """Apply the event that is due, if any, to ``state``; return the number of the checkpoint that it names."""
     events = goals.mark(state, writer_epoch=1, now=0.0)
     for event in events:
         state.apply(event)
     return events[0].number if events else None
 
 
-def test_a_new_best_wants_a_checkpoint_holds_the_next_batch_and_is_named_once() -> None:
+def test_a_new_best_requests_a_checkpoint_delays_the_next_batch_and_is_named_once() -> None:
     goals, state = best_of(), ledger(4, 0)
     assert not goals.holds(state)
     goals.take({"eval/greedy": 0.5}, 4)
@@ -143,12 +143,12 @@ def test_a_new_best_wants_a_checkpoint_holds_the_next_batch_and_is_named_once() 
     assert not goals.wanted(state)
 
 
-def test_what_is_not_finite_or_not_better_is_no_best() -> None:
+def test_a_value_that_is_not_finite_or_not_better_is_no_new_best() -> None:
     goals, state = best_of("loss", "min"), ledger(5, 0)
     for step, value in enumerate([3.0, math.nan, 4.0, -math.inf], 1):
         goals.take({"loss": value, "reward/mean": 9.0}, step)
     assert goals.wanted(state) == "new best loss 3 after update 1"
-    assert not goals.holds(state)  # an update's metric stops nobody
+    assert not goals.holds(state)  # a metric of updates delays no batch
 
 
 def test_the_first_checkpoint_after_the_measurement_is_the_best_one() -> None:
@@ -159,7 +159,7 @@ def test_the_first_checkpoint_after_the_measurement_is_the_best_one() -> None:
     assert summary == {"number": 5, "metric": "reward/mean", "value": 1.0, "step": 4, "path": "/c/5"}
 
 
-def test_another_leader_goes_on_from_the_ledger_and_the_rows() -> None:
+def test_another_leader_continues_from_the_ledger_and_the_rows() -> None:
     goals, state = best_of(), ledger(4, 0, 4)
     goals.take({"eval/greedy": 0.5}, 4)
     commit(goals, state)
@@ -171,7 +171,7 @@ def test_another_leader_goes_on_from_the_ledger_and_the_rows() -> None:
     assert not again.wanted(state)
 
 
-def test_a_fork_takes_the_best_checkpoint_with_it() -> None:
+def test_a_fork_rolls_back_the_best_checkpoint() -> None:
     goals, state = best_of(), ledger(4, 0, 4)
     goals.take({"eval/greedy": 0.5}, 4)
     commit(goals, state)
@@ -186,7 +186,7 @@ def test_a_fork_takes_the_best_checkpoint_with_it() -> None:
     assert not goals.wanted(state)
 
 
-def test_a_followed_metric_that_does_not_exist_is_told() -> None:
+def test_a_followed_metric_that_does_not_exist_is_reported() -> None:
     goals = Goals(EarlyStopConfig(metric="reward/men", goal=1.0), KeepBestConfig(metric="eval/greedy"))
     goals.begin(None)
     assert goals.unknown({"reward/mean": 1.0}) == ["reward/men"]

@@ -1,4 +1,4 @@
-"""Warnings of a run that learns nothing or goes wrong, and none of one that is well."""
+"""Warnings about a run that learns nothing or goes wrong; a healthy run gets none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WELL = {"reward/min": 0.0, "reward/max": 1.0, "groups/count": 2.0, "groups/no_si
 def run(
     rows: Iterable[Mapping[str, float]], health: Health | None = None
 ) -> tuple[Health, list[tuple[int, str, bool]]]:
-    """Health after these updates, and what changed: (update, kind, True if it came)."""
+    """Feed ``rows`` to ``health``; return it, and its changes as (update, kind, True if raised, False if cleared)."""
     health = health or Health(parse_training(JOB))
     changes = []
     for number, row in enumerate(rows, 1):
@@ -41,30 +41,30 @@ def run(
 
 
 def rising(count: int) -> list[dict[str, float]]:
-    """A reward that rises from 0.1 to 0.9, with some noise."""
+    """Return rows of a reward that rises from 0.1 to 0.9, with some noise."""
     return [{"reward/mean": 0.1 + 0.8 * i / count + 0.02 * (-1) ** i} for i in range(count)]
 
 
-def test_a_run_that_learns_has_no_warning_not_even_where_it_is_solved() -> None:
+def test_a_run_that_learns_has_no_warning_even_once_solved() -> None:
     solved = [{"reward/mean": 0.98, "groups/no_signal": 2.0, "policy/entropy": 0.001}] * 50
     health, changes = run([*rising(100), *solved])
     assert (changes, health.judge(ended=True)) == ([], [])
 
 
-def test_groups_without_variance_teach_nothing() -> None:
+def test_groups_without_variance_raise_a_warning() -> None:
     dead = {"reward/mean": 0.0, "reward/max": 0.0, "groups/no_signal": 2.0}
     health, changes = run([dead] * 12)
-    assert changes == [(5, "no_signal", True)], "said once"
+    assert changes == [(5, "no_signal", True)], "warned once"
     assert "every completion so far earned 0" in health.warnings["no_signal"]
     waking = {"reward/mean": 0.1, "groups/no_signal": 1.0}
     health, changes = run([waking] * 9, health)
-    assert changes == [(9, "no_signal", False)], "the share has to fall well below the bound at which it came"
+    assert changes == [(9, "no_signal", False)], "the warning ends well below the bound at which it began"
     short, changes = run([dead] * 3)
     assert changes == []
     assert [change.kind for change in short.judge(ended=True)] == ["no_signal"], "a short run is judged at its end"
 
 
-def test_a_run_that_resamples_for_ever_is_told_of_before_its_first_update() -> None:
+def test_endless_resampling_raises_a_warning_before_the_first_update() -> None:
     health = Health(parse_training(JOB))
     health.recent = {"dropped/no_signal": 10.0}
     assert [change.kind for change in health.judge()] == ["no_signal"]
@@ -87,7 +87,7 @@ def test_an_entropy_that_collapses_while_the_reward_is_low() -> None:
     assert "from 1 to 0.01 nats" in health.warnings["entropy_collapse"]
 
 
-def test_spikes_are_told_of_for_some_updates() -> None:
+def test_spikes_raise_warnings_for_some_updates() -> None:
     rows = rising(40)
     rows[20] |= {"policy/approx_kl": 0.5}
     rows[30] |= {"optimizer/grad_norm": 40.0}
@@ -114,7 +114,7 @@ def test_completions_cut_off() -> None:
     assert run(cut, Health(parse_training(spec)))[1] == []
 
 
-def test_a_scorer_that_fails_now_and_then_is_told_of_with_its_error() -> None:
+def test_a_scorer_that_sometimes_fails_raises_a_warning_with_its_error() -> None:
     measures = Measures(parse_training(JOB), cast(Outbox, None))
     measures.begin(LedgerState(), held_out=[], now=0.0)
     measures.health.recent = measures.tally.since
@@ -136,7 +136,7 @@ def header(ordinal: int, *, failed: bool, error: str) -> GroupHeader:
     )  # fmt: skip
 
 
-def test_a_fork_takes_back_what_followed_from_lost_updates() -> None:
+def test_a_fork_clears_warnings_about_rolled_back_updates() -> None:
     dead = {"reward/mean": 0.0, "reward/max": 0.0, "groups/no_signal": 2.0}
     health, _ = run([*rising(20), *[dead] * 20])
     assert set(health.warnings) >= {"no_signal"}

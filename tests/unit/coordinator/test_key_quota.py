@@ -1,4 +1,4 @@
-"""Memory and stream space of undecided examples: small, and bounded for each API key."""
+"""Limits on the memory and stream space of undecided examples, in all and for each API key."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ posted: Any = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(posted)
 job, turn, NOW = posted.job, posted.turn, posted.NOW
 LONGEST = 16 + 4
-"""Longest prompt and answer, in tokens."""
+"""Tokens of the longest prompt and answer together."""
 
 
 def held(matching: Matching) -> int:
-    """Return the bytes of tokens held with turns of posted episodes."""
+    """Return the bytes of tokens that ``matching`` holds for turns of posted episodes."""
     episodes = matching.examples._episodes.values()
     return sum(one.tokens.nbytes for episode in episodes for one in episode.turns.values())
 
@@ -39,7 +39,7 @@ def test_tokens_of_an_untrusted_key_are_not_held() -> None:
 
 
 @pytest.mark.parametrize("size", [LONGEST + 1, 100_000])
-def test_a_turn_that_is_too_long_is_held_cut(size: int) -> None:
+def test_a_turn_that_is_too_long_is_held_truncated(size: int) -> None:
     for one in (turn(0, [1] * size, [2]), turn(0, [1], [2] * size), turn(0, [1] * size, [2] * size)):
         matching = Matching(job())
         matching.on_feedback(1, one, NOW)
@@ -47,7 +47,7 @@ def test_a_turn_that_is_too_long_is_held_cut(size: int) -> None:
 
 
 def test_turns_that_are_too_long_stay_in_their_conversation() -> None:
-    """Their rewards are credited, though they are not trained; the agent beside them gets none."""
+    """Turns that are too long to train keep their parents, so rewards are credited within their own conversation."""
     first, other = list(range(1, 15)), list(range(101, 115))
     turns = [
         turn(0, first, [20]),
@@ -102,14 +102,14 @@ def test_all_keys_together_have_half_of_the_stream() -> None:
 def test_a_flood_of_one_key_evicts_no_other_key() -> None:
     matching = Matching(job(posted={}, off_policy={"supervised": {}}))
     matching.examples.quota.max_bytes = 80_000
-    fates: dict[str, tuple[str, str]] = {}
+    statuses: dict[str, tuple[str, str]] = {}
 
     def read(seq: int, item: Feedback) -> None:
-        fates.update({one.feedback: (one.status, one.reason) for one in matching.on_feedback(seq, item, NOW)})
+        statuses.update({one.feedback: (one.status, one.reason) for one in matching.on_feedback(seq, item, NOW)})
 
     read(1, turn(0, [1], [2], name="honest", key_id="other"))
     for number in range(40):
         read(2 + number, turn(0, [300] * 400, [2], name=f"f{number}", episode=f"e{number}"))
         assert matching.examples.quota.nbytes <= 80_000 / 8 + 500
-    assert fates["f0"] == ("rejected", "too_many_waiting")
-    assert fates["f39"] == fates["honest"] == ("matched", "")
+    assert statuses["f0"] == ("rejected", "too_many_waiting")
+    assert statuses["f39"] == statuses["honest"] == ("matched", "")

@@ -1,4 +1,4 @@
-"""Revisions and retractions: which one counts, and the status of a late one."""
+"""Revisions and retractions of feedback: which item counts, and the status of a late one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def reward_of(matching: Matching) -> float:
 
 
 def test_the_item_that_is_later_in_the_stream_counts() -> None:
-    """The clocks of the coordinators that took the items do not matter, nor when a leader reads them."""
+    """Neither the clocks of the receiving coordinators nor the time when a leader reads the answer matters."""
     ahead, behind = rating("f1", 0.25, received=NOW + 60), rating("f2", -0.5, received=NOW - 60)
     for answer_first in (True, False):
         for key in ("k1", "k2"):

@@ -1,4 +1,4 @@
-"""Groups that a deletion must not take yet, because a trainer may ask for them; by the ledger alone."""
+"""Groups that a deletion must not remove yet because a trainer may need them, as the ledger alone shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPEN: dict[str, Any] = {"min_version": 0, "deadline": 9.0}
 
 
 def admitted(*ordinals: int, time: float = 0.0) -> Admitted:
-    """One answer of the user for each draw; those from 100 on another one posted with its content."""
+    """Admit an answer to user ``u`` per ordinal; from 100 on, feedback of others that was posted with its content."""
     admissions = [
         Admission(
             o, {f"i{o}": o} if o < 100 else {}, {f"f{o}": o}, 1.0, 0, "k", "u" if o < 100 else "", "feedback", time
@@ -77,7 +77,7 @@ THREE = [
 ]
 
 
-def test_a_checkpoint_behind_a_batch_lets_its_groups_go() -> None:
+def test_a_checkpoint_after_a_batch_releases_its_groups() -> None:
     assert made_after(*THREE[:1]).held == {1, 2, 3}
     before = made_after(*THREE[:-1])
     assert (before.held, before.needed) == ({2, 3}, {"f100", "f101"})
@@ -88,7 +88,7 @@ def test_a_checkpoint_behind_a_batch_lets_its_groups_go() -> None:
 
 @pytest.mark.parametrize(("redraw", "open_again"), [(True, {3}), (False, set[int]())])
 def test_a_fork_holds_what_its_trainer_may_have_to_repeat(redraw: bool, open_again: set[int]) -> None:
-    """Checkpoint 3 is not of this lineage any more: until there is another one, batch 2 is repeated after 1."""
+    """The fork discards checkpoint 3; without a later one, a trainer starts from checkpoint 1 and repeats batch 2."""
     made = made_after(*THREE, forked(3, redraw=redraw))
     assert made.held == {2} | open_again
     assert made.needed == {"f100"} | ({"f101"} if redraw else set())
@@ -96,8 +96,8 @@ def test_a_fork_holds_what_its_trainer_may_have_to_repeat(redraw: bool, open_aga
     assert made.held == open_again
 
 
-def test_a_trainer_that_makes_the_served_version_again_needs_what_came_before() -> None:
-    """Version 2 is served and 3 was refused: a trainer that starts begins at checkpoint 1."""
+def test_a_trainer_that_rebuilds_the_served_version_needs_the_batches_before_it() -> None:
+    """Version 2 is served and version 3 was refused, so a new trainer starts from checkpoint 1."""
     before = [*THREE[:-1], Promoted(**BASE, number=2, version=2, digest="w", reason="r"), saved(3)]
     made = made_after(*before)
     assert (made.held, made.needed) == ({2, 3}, {"f100", "f101"})
@@ -105,18 +105,18 @@ def test_a_trainer_that_makes_the_served_version_again_needs_what_came_before() 
     assert made.held == set()
 
 
-def test_what_the_user_says_after_the_deletion_is_not_part_of_it() -> None:
-    """Otherwise one who talks on holds their deletion up for ever, and what they said since goes with it."""
+def test_messages_of_the_user_after_the_deletion_are_not_part_of_it() -> None:
+    """A deletion covers earlier data only; otherwise a user who goes on talking would delay it for ever."""
     made = made_after(*THREE, admitted(4, time=5.0), admitted(5, time=5.1))
     assert (made.ordinals, made.held) == ({1, 2, 3, 4}, {4})
 
 
-def test_what_the_log_does_not_hold_any_more_nobody_repeats() -> None:
+def test_groups_that_left_the_log_are_released() -> None:
     made = made_after(*THREE[:-1], saved(3, low_seq=25), forked(3))
     assert made.held == {3}, "the group of batch 2 made room"
 
 
-def test_draws_that_end_without_training_are_let_go() -> None:
+def test_draws_that_end_without_training_are_released() -> None:
     made = made_after(*THREE, admitted(4, 5, 6), trained(4, 4, 5)[:1])
     assert made.held == {4, 5, 6}
     refusal: dict[str, Any] = {"number": 4, "revision": 1, "bad": [Draw(4)], "reason": "r"}

@@ -1,4 +1,4 @@
-"""Decisions and takeovers of jobs with thousands of groups take milliseconds, and fit into the ledger."""
+"""A leader decides on thousands of groups, and takes such jobs over, in milliseconds; its entries fit the ledger."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def started(job: JobConfig) -> JobRun:
 
 @pytest.mark.parametrize("staleness", ["wait", "drop", "in_order"])
 def test_nine_batches_of_2048_groups_are_sealed_in_milliseconds(staleness: str) -> None:
-    """CPU seconds, for a loaded machine: quadratic work took 15."""
+    """The limit is in CPU seconds, so that a loaded machine passes; quadratic work took 15."""
     run = started(config(2048, 8, staleness))
     for seq, draw in enumerate(sorted(run.state.open), 1):
         run.on_group(seq, header(draw))
@@ -70,7 +70,7 @@ def test_nine_batches_of_2048_groups_are_sealed_in_milliseconds(staleness: str) 
     assert {number: len(batch.groups) for number, batch in sealed.items()} == dict.fromkeys(range(1, 10), 2048)
 
 
-async def test_a_batch_that_no_ledger_entry_holds_is_refused_at_submission(tmp_path: Path) -> None:
+async def test_a_batch_too_large_for_a_ledger_entry_is_refused_at_submission(tmp_path: Path) -> None:
     settings = ServiceSettings(data_dir=tmp_path, experience_bytes=1 << 42)
     plan = await plan_job(config(4096, 0), [], settings, stores_parts=True)
     assert plan["batch"]["groups"] == 4096
@@ -78,8 +78,8 @@ async def test_a_batch_that_no_ledger_entry_holds_is_refused_at_submission(tmp_p
         await plan_job(config(8192, 0), [], settings, stores_parts=True)
 
 
-def kept(updates: int, groups: int) -> tuple[JobRun, dict[int, GroupHeader]]:
-    """A run after so many updates, and the headers of all its groups, by sequence."""
+def run_after(updates: int, groups: int) -> tuple[JobRun, dict[int, GroupHeader]]:
+    """Return a run after ``updates`` updates, and the headers of its groups by sequence number."""
     run, stored = started(config(groups, 0)), {}
     for number in range(1, updates + 1):
         for draw in run.state.in_flight:
@@ -97,8 +97,8 @@ def kept(updates: int, groups: int) -> tuple[JobRun, dict[int, GroupHeader]]:
 
 
 @pytest.mark.long
-def test_a_new_leader_looks_each_kept_group_up_once() -> None:
-    run, stored = kept(1750, 16)
+def test_a_new_leader_looks_up_each_stored_group_once() -> None:
+    run, stored = run_after(1750, 16)
     heir = JobRun(run.config, run.state, num_ordinals=None, writer_epoch=2)
     began = time.thread_time()
     for seq, one in stored.items():
@@ -108,8 +108,8 @@ def test_a_new_leader_looks_each_kept_group_up_once() -> None:
     assert heir.stored_bytes == run.stored_bytes == 28_000_000
 
 
-def test_a_new_leader_begins_behind_what_is_trained() -> None:
-    run, stored = kept(50, 16)
+def test_a_new_leader_reads_only_groups_after_the_trained_ones() -> None:
+    run, stored = run_after(50, 16)
     for draw in run.state.in_flight[:4]:
         stored[len(stored) + 1] = header(draw, 50)
     heir = JobRun(run.config, run.state, num_ordinals=None, writer_epoch=2)
@@ -123,8 +123,8 @@ def test_a_new_leader_begins_behind_what_is_trained() -> None:
     assert heir.stored_bytes == 804_000
 
 
-def test_a_ledger_that_does_not_say_how_large_groups_are_has_all_of_them_read() -> None:
-    run, _ = kept(3, 2)
+def test_all_groups_are_read_if_the_ledger_does_not_record_their_sizes() -> None:
+    run, _ = run_after(3, 2)
     old = fold([], run.state)
     for number, batch in old.batches.items():
         old.batches[number] = type(batch)(

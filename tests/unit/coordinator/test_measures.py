@@ -1,4 +1,4 @@
-"""A leader takes up rows that others wrote."""
+"""Measures of a run: disproofs of log-probs, and a new leader that resumes from the rows of earlier ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HELD_OUT = [SourceSummary("addition", 10, "sums")]
 
 
 def row(kind: str, step: int, *, batch: int | None = None, **values: float) -> dict[str, Any]:
-    """A row as it comes back from the stream; before any fork the batch is the step."""
+    """Return a row of metrics as a leader reads it from the stream; ``batch`` is ``step`` unless there was a fork."""
     shown = {name.replace("_", "/"): value for name, value in values.items()}
     batch = step if batch is None else batch
     text = msgspec.json.encode({"kind": kind, "step": step, "batch": batch, "version": step, "values": shown})
@@ -54,7 +54,7 @@ def measures_with_lag(max_lag: int) -> Measures:
 
 @pytest.mark.parametrize("max_lag", [1, 3])
 def test_one_large_update_of_the_policy_is_no_disproof(max_lag: int) -> None:
-    """Batches that versions before the update sampled differ; there are at most max_lag of them in a row."""
+    """At most ``max_lag`` batches in a row were sampled by versions before the large update, and differ."""
     measures = measures_with_lag(max_lag)
     for start in (1, 20):
         for number in range(start, start + max_lag):
@@ -63,7 +63,7 @@ def test_one_large_update_of_the_policy_is_no_disproof(max_lag: int) -> None:
 
 
 @pytest.mark.parametrize("metrics", [{"mismatch_logprob": 0.0, "lag_logprob": 2.0}, {"lag_logprob": float("nan")}])
-def test_tokens_of_other_weights_than_those_they_name_are_a_disproof(metrics: dict[str, float]) -> None:
+def test_tokens_sampled_by_other_weights_than_recorded_are_a_disproof(metrics: dict[str, float]) -> None:
     measures = measures_with_lag(2)
     for number in (1, 2):
         assert measures.disproof(trained(number, **metrics)) == ""
@@ -74,7 +74,7 @@ def test_tokens_of_other_weights_than_those_they_name_are_a_disproof(metrics: di
     assert measures.disproof(trained(7, lag_logprob=0.1)) == ""
 
 
-def test_another_leader_goes_on_to_count_updates_that_differ() -> None:
+def test_another_leader_continues_the_count_of_updates_that_differ() -> None:
     measures = measures_with_lag(1)
     measures.resume([row("train", 1, lag_logprob=1.5)], LedgerState(last_trained=1))
     assert "update 2" in measures.disproof(trained(2, lag_logprob=1.5))
@@ -106,7 +106,7 @@ def test_another_leader_knows_points_goals_and_totals() -> None:
     assert "reached 0.95" in measures.goals.stop_reason
 
 
-def test_an_update_of_several_sources_tells_what_each_earned() -> None:
+def test_an_update_of_several_sources_reports_the_reward_of_each() -> None:
     hard = {"type": "addition", "digits": 2, "name": "hard"}
     spec = {**JOB, "data": {**JOB["data"], "train": [{"type": "addition"}, hard]}}
     measures = Measures(JobConfig.parse(spec), cast(Outbox, None))
@@ -135,7 +135,7 @@ FORKED = LedgerState(last_trained=8, updates=6, version=9, rolled_back=((6, 7),)
 """Batches 6 and 7 were rolled back; batch 8 is the sixth update of the lineage."""
 
 
-def test_what_was_measured_of_rolled_back_batches_decides_nothing_on_any_leader() -> None:
+def test_metrics_of_rolled_back_batches_decide_nothing_on_any_leader() -> None:
     spec = {**JOB, "checkpoint": {"keep_best": {"metric": "reward/mean"}}}
     rows = [row("train", n, reward_mean=value) for n, value in ((5, 0.2), (6, 0.5), (7, 0.95))]
     rows += [row("eval", 6, eval_greedy=0.9), row("train", 8, reward_mean=0.3)]

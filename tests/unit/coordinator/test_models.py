@@ -1,4 +1,4 @@
-"""Jobs as models: which version each is served at, and since when."""
+"""Jobs as models: which version of each is served, and since when."""
 
 from __future__ import annotations
 
@@ -23,21 +23,23 @@ def record(**status: Any) -> JobRecord:
 
 
 class Bus:
-    """Stands where the table needs a bus; nothing is followed here."""
+    """Stand-in for the bus of the table, which follows nothing here."""
 
 
-def test_a_model_is_served_at_the_promoted_version_since_it_was() -> None:
+def test_a_model_has_its_promoted_version_and_the_time_of_promotion() -> None:
     bus: Any = Bus()
     table = ModelTable(bus)
     with pytest.raises(Unavailable):
         table.find("agent")
     table.current = True
     table._take(record())
-    assert (table.find("agent").version, table.find("agent").promoted_at) == (7, None), "each one as soon as trained"
+    assert (table.find("agent").version, table.find("agent").promoted_at) == (7, None), (
+        "served as soon as it is trained"
+    )
     for version, second in ((3, 100), (5, 260)):
         table._take(record(served_version=version, promoted_at=datetime.fromtimestamp(second, UTC)))
         assert (table.find("job_1").version, table.find("job_1").promoted_at) == (version, second)
-    over = record(phase="succeeded")
-    table._change(Entry(over.id, over.stored(), 9, 0.0))
+    ended = record(phase="succeeded")
+    table._change(Entry(ended.id, ended.stored(), 9, 0.0))
     with pytest.raises(NotFound):
         table.find("agent")

@@ -62,7 +62,7 @@ def paired(*values: tuple[float, float], key: str = "k") -> Any:
     [(20, 5, 10, 15, 0.4), (45, 15, 25, 15, 0.1304), (25, 35, 5, 35, 0.2593), (10, 0, 0, 10, 1.0), (0, 9, 9, 0, -1.0)],
 )
 def test_agreement_of_booleans_is_cohens_kappa(both: int, only_x: int, only_y: int, neither: int, kappa: float) -> None:
-    """The first three are worked examples of two raters."""
+    """The first three cases are worked examples of Cohen's kappa for two raters."""
     values = [(1.0, 1.0)] * both + [(1.0, -1.0)] * only_x + [(-1.0, 1.0)] * only_y + [(-1.0, -1.0)] * neither
     assert concordance(paired(*values)) == pytest.approx(kappa, abs=1e-4)
 
@@ -175,7 +175,7 @@ def test_a_broken_turn_does_not_hide_the_judges_of_its_return(
 
 
 class Live:
-    """A run that admits judged answers; the test chooses the keys of each."""
+    """A run that admits answers; the test chooses which keys judge each answer."""
 
     def __init__(self) -> None:
         self.job, self.seq = job(), 0
@@ -191,7 +191,7 @@ class Live:
         self.run.commit(events)
 
     def judged(self, **verdicts: bool) -> Admission:
-        """Serve an answer, and return its admission."""
+        """Serve an answer that each key of ``verdicts`` judges; return its admission."""
         self.seq += 1
         name = f"i{self.seq}"
         self.matching.on_interaction(self.seq, answered(name))

@@ -1,4 +1,4 @@
-"""Off-policy examples row by row: stale answers, corrections, preferences, posted interactions."""
+"""Off-policy examples by rows of the admission table: stale answers, corrections, preferences, posted interactions."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def item(kind: str, name: str = "f1", **changes: Any) -> Feedback:
 
 
 def matched(items: list[Feedback], records: Sequence[Interaction] = (), *, version: int = 5, **online: Any) -> Matching:
-    """Return a matching that has read all of this, with its statuses in ``statuses``."""
+    """Return a matching that has read ``items`` and ``records``; its ``statuses`` are those other than matched."""
     matching = Matching(job(**online))
     statuses = [one for seq, found in enumerate(items, 1) for one in matching.on_feedback(seq, found, NOW)]
     statuses += [one for seq, record in enumerate(records, 11) for one in matching.on_interaction(seq, record)]
@@ -202,7 +202,7 @@ def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("rewards", "expected"),
     [
         ({"rewards": {"b": True}}, 1.0),
         ({"rewards": {"b": False}}, -0.5),
@@ -212,13 +212,13 @@ def test_a_posted_reward_is_the_sum_of_declared_metrics() -> None:
         ({"rewards": {"reward": -0.25, "b": True}}, 0.75),
     ],
 )
-def test_a_posted_reward_has_booleans_and_the_undeclared_reward(said: dict[str, Any], expected: float) -> None:
+def test_a_posted_reward_includes_booleans_and_the_undeclared_reward(rewards: dict[str, Any], expected: float) -> None:
     metrics = {
         "a": {"type": "float", "weight": 0.5},
         "b": {"type": "boolean", "when_false": -0.5, "default_value": True},
     }
     body = {name: value for name, value in EXACT.items() if name != "reward"}
-    matching = matched([item("interaction", body=body | said)], posted=TRUSTED, metrics=metrics)
+    matching = matched([item("interaction", body=body | rewards)], posted=TRUSTED, metrics=metrics)
     assert ready_examples(matching) == [("policy", "posted", expected)]
 
 
@@ -288,7 +288,7 @@ def test_a_preference_is_between_two_answers_to_the_same_prompt() -> None:
 
 
 def between(name: str = "f1", **changes: Any) -> Feedback:
-    """Build a preference between texts."""
+    """Build a preference between two posted texts."""
     body = {"messages": [{"role": "user"}], "answers": [{"content": "a"}, {"content": "b"}], "strength": 0.25}
     return item("preference", name, inference="", body=body, user="v", **changes)
 
@@ -305,7 +305,7 @@ def test_a_preference_between_texts_needs_no_interaction() -> None:
     assert statuses_of(matched([between()], off_policy={"supervised": {}})) == [("rejected", "preference_is_no_reward")]
     against = Matching(job(), opted_out=lambda user: user == "v")
     against.on_feedback(1, between(), NOW)
-    assert [fate.reason for fate in against.sweep(version=5, now=NOW)] == ["opted_out"]
+    assert [one.reason for one in against.sweep(version=5, now=NOW)] == ["opted_out"]
     erased = Erasure(user="v", interactions=[], feedback=["f1"], time=NOW)
     matching.on_erasure(erased, NOW)
     assert not matching.examples.ready
@@ -325,7 +325,7 @@ def test_consent_split_and_length_apply_to_imitation(changes: dict[str, Any], re
     assert ready_examples(greedy), "sampling does not matter here"
 
 
-def test_kinds_that_the_job_does_not_use_are_rejected() -> None:
+def test_kinds_of_feedback_that_the_job_does_not_use_are_rejected() -> None:
     for given, reason in ((item("correction"), "correction"), (item("preference"), "preference")):
         assert statuses_of(matched([given], off_policy=None)) == [("rejected", f"{reason}_is_no_reward")]
     comment = item("metric", metric="comment", value="hm")
@@ -335,8 +335,8 @@ def test_kinds_that_the_job_does_not_use_are_rejected() -> None:
 def test_examples_expire_and_are_retracted_revised_and_deleted() -> None:
     matching = matched([item("correction")], match_ttl_s=60.0)
     assert matching.low_water() == (1, 1)
-    fates = matching.sweep(version=5, now=NOW + 61)
-    assert [(one.status, one.reason) for one in fates] == [("expired", "unknown_target")]
+    statuses = matching.sweep(version=5, now=NOW + 61)
+    assert [(one.status, one.reason) for one in statuses] == [("expired", "unknown_target")]
     matching = matched([item("correction")], [served("i1")])
     retraction = item("retraction", "r1", body={"feedback": "f1"})
     assert {one.feedback: one.status for one in matching.on_feedback(2, retraction, NOW)} == dict.fromkeys(
@@ -348,8 +348,8 @@ def test_examples_expire_and_are_retracted_revised_and_deleted() -> None:
     matching.sweep(version=5, now=NOW)
     (example,) = matching.examples.ready.values()
     assert (list(example.context), example.reward, example.item.seq) == (["i2", "i1"], 1.0, 2)
-    fates = matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW)
-    assert [(one.feedback, one.reason) for one in fates] == [("f1", "erased")]
+    statuses = matching.on_erasure(Erasure(user="u", interactions=["i2"], feedback=[], time=NOW), NOW)
+    assert [(one.feedback, one.reason) for one in statuses] == [("f1", "erased")]
     assert not matching.examples.items
 
 
@@ -406,7 +406,7 @@ def test_auxiliary_groups_can_form_a_batch() -> None:
     assert chosen(["supervised", "policy", "policy"], now=NOW + 61) == [0, 1, 2]
 
 
-def test_a_promotion_gate_sees_no_update_without_its_measure() -> None:
+def test_with_a_promotion_gate_every_update_has_policy_groups() -> None:
     gate = {"promotion": {"min_entropy": 0.1}}
     assert chosen(["supervised", "preference"], now=NOW + 61, **gate) == []
     assert chosen(["supervised", "policy", "policy"], now=NOW + 61, **gate) == [0, 1, 2]
@@ -439,10 +439,10 @@ def test_examples_are_admitted_with_their_objective() -> None:
     assert set(found) == {"policy", "preference"}
     assert (found["preference"].context, found["preference"].feedback) == ({"i1": 11, "i2": 12}, {"f1": 1})
     assert found["preference"].askers == ["asker"]
-    fates = {one.feedback: one for one in feedback_statuses(draft.events, draft.state)}
-    assert fates["f1"].reason == "preference: preference"
-    assert fates["f1"].interactions == ["i1", "i2"]
-    assert fates["f2"].reason == "feedback"
+    statuses = {one.feedback: one for one in feedback_statuses(draft.events, draft.state)}
+    assert statuses["f1"].reason == "preference: preference"
+    assert statuses["f1"].interactions == ["i1", "i2"]
+    assert statuses["f2"].reason == "feedback"
     matching.on_admitted(draft.state.admissions.values())
     assert not matching.examples.items
     assert matching.num_waiting == 1, "the other answer may still be judged"
@@ -458,7 +458,7 @@ def test_an_example_is_settled_again_for_another_version() -> None:
 
 
 def ahead(config: OnlineJob, *, sealed: int) -> LedgerState:
-    """Build a ledger at version 5 with batches that are sealed and not trained yet."""
+    """Build a ledger at version 5 with ``sealed`` batches that are sealed but not trained yet."""
     return LedgerState(
         version=5,
         sealed={
@@ -508,7 +508,7 @@ def test_a_preference_needs_the_consent_of_both_users() -> None:
     matching.on_feedback(1, item("preference"), NOW)
     for seq, (name, user) in enumerate((("i1", "u"), ("i2", "v")), 11):
         matching.on_interaction(seq, served(name, user=user, token_ids=[seq]))
-    assert "opted_out" in [fate.reason for fate in matching.sweep(version=5, now=NOW)]
+    assert "opted_out" in [one.reason for one in matching.sweep(version=5, now=NOW)]
     assert not matching.examples.ready
     both = matched([item("preference")], [served("i1"), served("i2", user="v", token_ids=[3])])
     (example,) = both.examples.ready.values()

@@ -108,8 +108,8 @@ def test_rows_3_to_6_posted_interactions_are_refused_unless_the_job_asks_for_the
 ) -> None:
     matching = Matching(job())
     matching.on_feedback(1, rating(kind="interaction", body={"prompt_token_ids": [1]} | body), NOW)
-    fates = matching.sweep(version=5, now=NOW)
-    assert [(fate.status, fate.reason) for fate in fates] == [("rejected", reason)]
+    statuses = matching.sweep(version=5, now=NOW)
+    assert [(one.status, one.reason) for one in statuses] == [("rejected", reason)]
 
 
 def test_row_7_the_newest_item_of_each_source_counts_then_their_mean() -> None:
@@ -121,8 +121,8 @@ def test_row_7_the_newest_item_of_each_source_counts_then_their_mean() -> None:
 def test_row_8_feedback_after_its_interaction_was_taken_is_late() -> None:
     matching, _ = settled([interaction()], [rating()])
     take(matching)
-    fates = matching.on_feedback(9, rating("f2", 1.0), NOW + 9)
-    assert [(fate.status, fate.reason) for fate in fates] == [("rejected", "late_after_training")]
+    statuses = matching.on_feedback(9, rating("f2", 1.0), NOW + 9)
+    assert [(one.status, one.reason) for one in statuses] == [("rejected", "late_after_training")]
 
 
 def test_row_9_a_missing_metric_counts_as_its_default_after_a_time_or_at_the_end() -> None:
@@ -170,14 +170,14 @@ def test_row_11_users_who_opted_out_are_not_trained_on() -> None:
         ({"sampling": Sampling(max_new_tokens=4, temperature=0.0)}, "other_temperature"),
     ],
 )
-def test_row_12_what_cannot_be_scored(changes: dict[str, Any], reason: str) -> None:
+def test_row_12_an_answer_that_cannot_be_scored_is_rejected(changes: dict[str, Any], reason: str) -> None:
     assert table(interaction=interaction(**changes))[:2] == ("reject", reason)
 
 
 @pytest.mark.parametrize("value", [float("inf"), 11.0, -11.0])
 def test_row_12_a_reward_far_out_of_range_is_an_error(value: float) -> None:
-    fates = Matching(job()).on_feedback(1, rating(value=value), NOW)
-    assert [(fate.status, fate.reason) for fate in fates] == [("rejected", "out_of_range")]
+    statuses = Matching(job()).on_feedback(1, rating(value=value), NOW)
+    assert [(one.status, one.reason) for one in statuses] == [("rejected", "out_of_range")]
 
 
 def test_a_reward_is_mapped_weighted_clipped_and_summed() -> None:
@@ -194,9 +194,9 @@ def settled(
     interactions: list[Interaction], items: list[Feedback], **online: Any
 ) -> tuple[Matching, list[FeedbackStatus]]:
     matching = Matching(job(**online))
-    fates = [one for seq, item in enumerate(items, 1) for one in matching.on_feedback(seq, item, NOW)]
-    fates += [one for seq, record in enumerate(interactions, 1) for one in matching.on_interaction(seq, record)]
-    return matching, fates + matching.sweep(version=5, now=NOW + 2)
+    statuses = [one for seq, item in enumerate(items, 1) for one in matching.on_feedback(seq, item, NOW)]
+    statuses += [one for seq, record in enumerate(interactions, 1) for one in matching.on_interaction(seq, record)]
+    return matching, statuses + matching.sweep(version=5, now=NOW + 2)
 
 
 def take(matching: Matching) -> list[Admission]:
@@ -218,8 +218,8 @@ def test_early_feedback_waits_and_expires_with_its_time() -> None:
     assert matching.sweep(version=5, now=NOW + 30) == []
     assert [f.status for f in matching.on_interaction(1, interaction())] == ["matched"]
     matching.on_feedback(2, rating("f2", inference="nobody"), NOW)
-    fates = [one for t in (30.0, 62.0) for one in matching.sweep(version=5, now=NOW + t)]
-    assert [(f.feedback, f.status, f.reason) for f in fates] == [("f2", "expired", "unknown_target")]
+    statuses = [one for t in (30.0, 62.0) for one in matching.sweep(version=5, now=NOW + t)]
+    assert [(f.feedback, f.status, f.reason) for f in statuses] == [("f2", "expired", "unknown_target")]
 
 
 def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
@@ -242,8 +242,8 @@ def test_a_duplicate_changes_nothing_and_a_higher_revision_replaces() -> None:
 
 def test_retraction_before_and_after_it_counted() -> None:
     retract = rating("r1", kind="retraction", inference="", body={"feedback": "f1"})
-    matching, fates = settled([interaction()], [rating(), retract])
-    assert [(f.feedback, f.status) for f in fates] == [("f1", "retracted"), ("r1", "retracted")]
+    matching, statuses = settled([interaction()], [rating(), retract])
+    assert [(f.feedback, f.status) for f in statuses] == [("f1", "retracted"), ("r1", "retracted")]
     assert not matching.ready
     matching, _ = settled([interaction()], [rating()])
     take(matching)
@@ -277,8 +277,8 @@ def test_an_episode_without_turns_after_a_deletion_is_closed() -> None:
         FeedbackStatus(feedback="f1", status="rejected", reason="erased", time=NOW + 7)
     ], "feedback of other keys has a status, too"
     assert list(matching.episodes) == [EPISODE]
-    (fate,) = matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW + 8)
-    assert (fate.feedback, fate.status, fate.reason) == ("whole", "rejected", "erased")
+    (one,) = matching.on_erasure(Erasure(user="u", interactions=["i1"], feedback=[], time=NOW), NOW + 8)
+    assert (one.feedback, one.status, one.reason) == ("whole", "rejected", "erased")
     assert not matching.episodes
     assert matching.low_water() == (3, 2), "nothing is undecided"
     assert matching.sweep(version=6, now=NOW + 9) == []
@@ -293,10 +293,10 @@ def test_ready_episodes_are_settled_again_only_after_a_change(monkeypatch: pytes
     matching.sweep(version=5, now=NOW + 4)
     assert matching.ready["i1"] is ready
     monkeypatch.setattr(matching, "_opted_out", lambda user: True)
-    assert [fate.reason for fate in matching.sweep(version=5, now=NOW + 5)] == ["opted_out"]
+    assert [one.reason for one in matching.sweep(version=5, now=NOW + 5)] == ["opted_out"]
     matching, _ = settled([interaction()], [rating()])
     matching.sweep(version=6, now=NOW + 3, everything=False)
-    assert [fate.reason for fate in matching.sweep(version=7, now=NOW + 4)] == ["stale"]
+    assert [one.reason for one in matching.sweep(version=7, now=NOW + 4)] == ["stale"]
 
 
 def test_a_judge_of_a_later_turn_is_a_judge_of_the_earlier_ones() -> None:
@@ -355,7 +355,7 @@ def test_a_refused_interaction_has_a_reason(record: Interaction, items: list[Fee
 
 
 def test_an_admission_names_the_refused_turns_of_its_episode() -> None:
-    """A new leader knows them from the ledger alone."""
+    """A new leader learns the refused turns from the ledger alone."""
     first, second = turns()
     matching, _ = settled([first, replace(second, untrainable="train_false")], [rating("f1", 0.5, inference="i2")])
     matching.on_feedback(2, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
@@ -404,10 +404,10 @@ def test_feedback_on_a_refused_turn_has_the_reason_of_that_turn() -> None:
         [first, replace(second, untrainable="side_turn")], [rating("f1"), rating("f2", inference="i2")]
     )
     matching.on_feedback(3, rating("end", None, episode=EPISODE, metric="", final=True), NOW)
-    fates = matching.sweep(version=9, now=NOW + 6)
+    statuses = matching.sweep(version=9, now=NOW + 6)
     expected = {"i1": "stale", "i2": "side_turn"}
     assert {one.interaction: one.reason for one in matching.refused_interactions.drain()} == expected
-    assert {one.feedback: one.reason for one in fates} == {"f1": "stale", "f2": "side_turn", "end": "side_turn"}
+    assert {one.feedback: one.reason for one in statuses} == {"f1": "stale", "f2": "side_turn", "end": "side_turn"}
     for seq, (name, reason) in enumerate(expected.items(), 4):
         late = matching.on_feedback(seq, rating(f"late-{name}", inference=name), NOW)
         assert [(one.status, one.reason) for one in late] == [("rejected", reason)]
@@ -492,8 +492,8 @@ def test_a_turn_after_the_end_is_refused() -> None:
     matching.sweep(version=6, now=NOW + 6)
     take(matching)
     matching.on_interaction(3, interaction("i3", episode=EPISODE, alone=False, at=NOW + 9))
-    fates = matching.on_feedback(4, rating("f3", 1.0, inference="i3"), NOW)
-    assert [(f.status, f.reason) for f in fates] == [("rejected", "episode_over")]
+    statuses = matching.on_feedback(4, rating("f3", 1.0, inference="i3"), NOW)
+    assert [(f.status, f.reason) for f in statuses] == [("rejected", "episode_over")]
 
 
 def test_without_credit_each_turn_counts_alone() -> None:
@@ -517,11 +517,11 @@ def test_a_transcript_has_everything_after_the_prompt() -> None:
     (row,) = sample_rows(1, [group_of("j", Draw(3), [replace(first, prompt="ask: ")], reward=0.5, epoch=1)])
     assert (row["prompt"], row["completion"]) == ("ask: ", "answer 0")
     stored = [replace(first, prompt="ask: "), replace(second, prompt="ask: answer 0 and then? ")]
-    for made in (
+    for group in (
         group_of("j", Draw(3), stored, reward=0.5, epoch=1),
         group_of("j", Draw(3), stored, reward=0.5, epoch=1),
     ):
-        (row,) = sample_rows(1, [decode_group(encode_group(made)[0])])
+        (row,) = sample_rows(1, [decode_group(encode_group(group)[0])])
         assert (row["prompt"], row["completion"]) == ("ask: ", "answer 0 and then? answer 1")
     (row,) = sample_rows(1, [group_of("j", Draw(3), [first, second], reward=0.5, epoch=1)])
     assert (row["prompt"], row["completion"]) == ("", "answer 1"), "records of earlier versions have no prompt"

@@ -1,4 +1,4 @@
-"""Matching of feedback that names one episode, comes from several keys, or never ends."""
+"""Matching of feedback that names an episode, comes from several keys, or waits for its answer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def correction(name: str, about: str, *, key: str = "asker") -> Feedback:
 
 
 def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
-    """Both turns carry the episode's name, one after the other; the item counts for one of them."""
+    """The item names the episode of both turns; its revision counts for the newer turn only."""
     found = matching()
     found.on_interaction(1, served("i1"))
     found.on_feedback(1, rating("f1", "", episode=EPISODE, value=1.0), NOW)
@@ -67,7 +67,7 @@ def test_a_revision_takes_its_item_away_from_the_turn_that_has_it() -> None:
 
 
 def test_an_item_without_weight_does_not_count() -> None:
-    """Such an item does not make an answer trained by default, end an episode, or reduce the credit of others."""
+    """An item of weight 0 trains no answer by default, ends no episode, and does not reduce the credit of others."""
     metrics = {"rating": {"type": "float"}, "solved": {"type": "float", "level": "episode"}}
     found = matching(metrics=metrics)
     found.on_interaction(1, served("i1", alone=False))
@@ -76,8 +76,8 @@ def test_an_item_without_weight_does_not_count() -> None:
     found.on_feedback(2, replace(rating("f2", "", episode=EPISODE, **nothing), metric="solved"), NOW)
     assert found.sweep(version=0, now=NOW + 1) == []
     assert (found.num_waiting, found.ready) == (1, {})
-    fates = found.sweep(version=0, now=NOW + 1 + found.job.online.idle_ttl_s)
-    assert {(one.status, one.reason) for one in fates} == {("rejected", "no_feedback")}
+    statuses = found.sweep(version=0, now=NOW + 1 + found.job.online.idle_ttl_s)
+    assert {(one.status, one.reason) for one in statuses} == {("rejected", "no_feedback")}
     other = matching()
     other.on_interaction(1, served("i1"))
     for seq, item in enumerate((rating("f1", "i1", value=-1.0, **nothing), rating("f2", "i1", weight=0.1)), 1):
@@ -96,16 +96,16 @@ def test_no_key_revises_the_feedback_of_another() -> None:
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("place", [{"about": "i1"}, {"about": "", "episode": EPISODE, "final": True}])
-def test_a_job_may_accept_feedback_of_the_asking_key_only(early: bool, place: dict[str, Any]) -> None:
+@pytest.mark.parametrize("target", [{"about": "i1"}, {"about": "", "episode": EPISODE, "final": True}])
+def test_a_job_may_accept_feedback_of_the_asking_key_only(early: bool, target: dict[str, Any]) -> None:
     found = matching(raters="same_key")
-    item = rating("f1", key="other", **place)
-    fates = found.on_feedback(1, item, NOW) if early else []
-    fates += found.on_interaction(1, served("i1"))
-    fates += [] if early else found.on_feedback(1, item, NOW)
-    assert [(one.status, one.reason) for one in fates] == [("rejected", "other_key")]
-    fates = found.on_feedback(2, rating("f2", "i1"), NOW)
-    assert [one.status for one in fates] == ["matched"]
+    item = rating("f1", key="other", **target)
+    statuses = found.on_feedback(1, item, NOW) if early else []
+    statuses += found.on_interaction(1, served("i1"))
+    statuses += [] if early else found.on_feedback(1, item, NOW)
+    assert [(one.status, one.reason) for one in statuses] == [("rejected", "other_key")]
+    statuses = found.on_feedback(2, rating("f2", "i1"), NOW)
+    assert [one.status for one in statuses] == ["matched"]
     assert matching().job.online.raters == "any"
 
 
@@ -113,8 +113,8 @@ def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(undecided, "MAX_PER_KEY", 2)
     found = matching()
     items = [rating(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
-    fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
-    assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_unmatched")]
+    statuses = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
+    assert [(one.feedback, one.status, one.reason) for one in statuses] == [("f1", "expired", "too_many_unmatched")]
     assert found.on_feedback(4, rating("f4", "i4", key="quiet"), NOW) == []
     assert len(found.unmatched) == 3
     assert found.on_interaction(1, served("i1")) == []
@@ -129,7 +129,7 @@ def test_a_message_is_passed_once_all_of_its_items_are_decided() -> None:
             found.on_feedback(seq, rating(name, f"i-{name}"), NOW)
     assert found.low_water(without=["f1"])[1] == 1, "the other item of the message is undecided"
     assert found.low_water(without=["f1", "f2"])[1] == 2
-    assert found.low_water()[1] == 1, "a question decides nothing"
+    assert found.low_water()[1] == 1, "asking decides nothing"
     found.reject(["f2"], "feedback_full", NOW)
     assert found.low_water()[1] == 1
     assert found.low_water(without=["f1"])[1] == 2
@@ -157,7 +157,7 @@ def test_only_the_reward_fields_of_an_item_are_held() -> None:
 
 
 def test_the_garbage_collector_passes_over_feedback_that_waits() -> None:
-    """A full collection stops the leader: with a million items, three objects each, for seconds."""
+    """A full garbage collection that visited a million waiting items would stop the leader for seconds."""
     found = matching()
     gc.collect()
     before = len(gc.get_objects())
@@ -186,11 +186,11 @@ def test_a_turn_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_waiting_episode_costs_nothing_until_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[float] = []
+    settled_at: list[float] = []
     settle = episode_module.ServedEpisode._settle
 
     def spy(episode: Any, job: Any, *, version: int, now: float) -> Any:
-        looked.append(now)
+        settled_at.append(now)
         return settle(episode, job, version=version, now=now)
 
     monkeypatch.setattr(episode_module.ServedEpisode, "_settle", spy)
@@ -201,12 +201,12 @@ def test_a_waiting_episode_costs_nothing_until_a_change(monkeypatch: pytest.Monk
     found.sweep(version=0, now=NOW)
     for second in range(1, 59):
         found.sweep(version=0, now=NOW + second)
-    assert looked == [NOW] * 5
+    assert settled_at == [NOW] * 5
     found.sweep(version=1, now=NOW + 59)
-    assert len(looked) == 5, "one version more makes none too old"
+    assert len(settled_at) == 5, "one version more makes none too old"
     found.on_feedback(1, rating("f1", "i1"), NOW + 59)
     found.sweep(version=1, now=NOW + 59)
-    assert len(looked) == 6 and len(found.ready) == 1
+    assert len(settled_at) == 6 and len(found.ready) == 1
     found.sweep(version=1, now=NOW + 60)
     assert len(found.ready) == 5, "the default counts from now on"
 
@@ -221,13 +221,13 @@ def test_an_episode_name_is_scoped_to_its_key() -> None:
     assert len(found.episodes[EPISODE].turns) == 2
 
 
-@pytest.mark.parametrize("looked", [False, True])
-def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bool) -> None:
+@pytest.mark.parametrize("swept", [False, True])
+def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(swept: bool) -> None:
     found = matching()
     whole = served("i1")
     cut = replace(whole, token_ids=[], logprobs=[], spans=[], finish="client_disconnected", untrainable=DISCONNECTED)
     found.on_interaction(1, cut)
-    if looked:
+    if swept:
         found.sweep(version=0, now=NOW)
         assert not found.episodes
     found.on_interaction(2, whole)
@@ -238,18 +238,18 @@ def test_an_answer_that_was_cut_off_and_completed_counts_as_completed(looked: bo
     assert [(turn.seq, turn.interaction.finish) for turn in path.turns] == [(2, whole.finish)]
 
 
-@pytest.mark.parametrize("place", ["parked", "matched"])
-def test_an_item_is_admitted_from_its_copy(place: str) -> None:
-    """Its message also held an item of a deleted user, and is gone."""
+@pytest.mark.parametrize("stage", ["parked", "matched"])
+def test_an_item_is_admitted_from_its_copy(stage: str) -> None:
+    """A deletion copied the item to a new message, since its first message also held an item of a deleted user."""
     found = matching()
-    if place == "matched":
+    if stage == "matched":
         found.on_interaction(1, served("i1"))
     item = rating("f1", "i1")
     found.on_feedback(100, item, NOW)
     found.sweep(version=0, now=NOW)
     assert found.on_feedback(150, item, NOW + 9) == []
     assert found.on_feedback(160, replace(item, received=NOW + 9), NOW + 9) == [], "posted twice: the first one counts"
-    if place == "parked":
+    if stage == "parked":
         found.on_interaction(1, served("i1"))
     assert found.low_water()[1] == 150
     found.sweep(version=0, now=NOW + 9)
@@ -258,7 +258,7 @@ def test_an_item_is_admitted_from_its_copy(place: str) -> None:
 
 
 @pytest.mark.parametrize("episode", ["", EPISODE])
-def test_an_example_is_made_from_its_copy(episode: str) -> None:
+def test_an_example_is_built_from_its_copy(episode: str) -> None:
     found = matching(off_policy={"supervised": {}}, gamma=1.0)
     posted: dict[str, Any] = {"completion": {"role": "assistant", "content": "x"}, "rewards": {"rating": 1.0}}
     fields: dict[str, Any] = {"id": "b", "job": "j", "key_id": "k", "received": NOW}
@@ -297,7 +297,7 @@ def test_examples_about_deleted_interactions_are_refused() -> None:
 
 
 def _seconds_of_pairs(waiting: int, pairs: int = 100) -> float:
-    """Return the CPU time of so many matches of a correction with its answer beside a backlog; the best of three."""
+    """Match ``pairs`` corrections with answers while ``waiting`` others wait; return the CPU seconds, best of three."""
     found, seconds = matching(off_policy={"supervised": {}}, idle_ttl_s=600), list[float]()
     for number in range(waiting):
         found.on_feedback(number, correction(f"w{number}", f"nothing{number}", key=f"k{number % 7}"), NOW)
@@ -318,26 +318,26 @@ def test_matching_takes_as_long_however_much_waits() -> None:
     assert _seconds_of_pairs(8_000) < 4 * _seconds_of_pairs(50)
 
 
-def test_a_sweep_looks_at_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_visits_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     found = matching(off_policy={"supervised": {}})
     for number in range(50):
         found.on_feedback(number, correction(f"c{number}", f"i{number}"), NOW)
         found.on_feedback(number, rating(f"f{number}", f"j{number}"), NOW)
     found.sweep(version=0, now=NOW)
-    looked: list[str] = []
+    visited: list[str] = []
     settle = OffPolicyExamples._settle
 
     def spy(offers: OffPolicyExamples, name: str, *args: Any) -> str:
-        looked.append(name)
+        visited.append(name)
         return settle(offers, name, *args)
 
     monkeypatch.setattr(OffPolicyExamples, "_settle", spy)
     for version in range(3):
         found.sweep(version=version, now=NOW + version)
-    assert not looked
+    assert not visited
     found.on_interaction(1, served("i7", episode=""))
     found.sweep(version=2, now=NOW + 2)
-    assert looked == ["c7"]
+    assert visited == ["c7"]
 
 
 def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,8 +345,8 @@ def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.Mo
     monkeypatch.setattr(undecided, "EVICTED_AT_ONCE", 3)
     found = matching()
     for number in range(11):
-        fates = found.on_feedback(number, rating(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
+        statuses = found.on_feedback(number, rating(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
     gone = [(f"f{number}", "expired", "too_many_unmatched") for number in (0, 2, 4)]
-    assert [(one.feedback, one.status, one.reason) for one in fates] == gone
+    assert [(one.feedback, one.status, one.reason) for one in statuses] == gone
     assert len(found.unmatched) == 8
     assert found.low_water()[1] == 1, "evicted items hold back no mark"

@@ -1,4 +1,4 @@
-"""Overload: a flood of one key takes no place of another key, and no memory."""
+"""Overload: a flood from one key neither displaces another key's items nor fills the memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run is expected to be over."""
+"""The expected end of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def seconds(pace: Pace, step: int, total: int | None, now: float, *, running: bo
     return None if end is None else end.timestamp()
 
 
-def test_the_newest_steps_say_how_long_the_others_take() -> None:
+def test_the_newest_steps_predict_the_time_of_the_others() -> None:
     pace = Pace()
     assert [seconds(pace, 0, 100, 0.0), seconds(pace, 1, 100, 1802.0)] == [None, None], "a warm start is no step"
     assert {seconds(pace, step, 100, 1800.0 + 2 * step) for step in range(2, 60)} == {2000.0}
@@ -20,7 +20,7 @@ def test_the_newest_steps_say_how_long_the_others_take() -> None:
     assert faster == 1948.0 + (1000 - 119) * 0.5, "steps long ago do not count"
 
 
-def test_it_stays_while_no_step_is_done_and_follows_an_amended_total() -> None:
+def test_the_expected_end_stays_without_steps_and_follows_an_amended_total() -> None:
     pace = Pace()
     for step in (10, 11, 12):
         seconds(pace, step, 20, 2.0 * step)
@@ -30,7 +30,7 @@ def test_it_stays_while_no_step_is_done_and_follows_an_amended_total() -> None:
 
 
 @pytest.mark.parametrize("break_", [(13, False), (5, True)], ids=["a pause", "a rollback"])
-def test_it_begins_anew_after(break_: tuple[int, bool]) -> None:
+def test_the_estimate_starts_again_after_a_pause_or_a_rollback(break_: tuple[int, bool]) -> None:
     pace = Pace()
     for step in (10, 11, 12, 13):
         seconds(pace, step, 20, 2.0 * step)
@@ -40,7 +40,7 @@ def test_it_begins_anew_after(break_: tuple[int, bool]) -> None:
     assert found == [None, None, 50_000.0 + 20 - step, 50_000.0 + 20 - step]
 
 
-def test_what_has_no_end_has_none() -> None:
+def test_a_run_without_an_end_has_no_expected_end() -> None:
     pace = Pace()
     for step in range(4):
         assert seconds(pace, step, None, float(step)) is None

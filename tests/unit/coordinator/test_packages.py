@@ -1,4 +1,4 @@
-"""Packages that a job needs beside the usual ones, and the answer to a submission where workers lack them."""
+"""Packages that a job needs beside the usual ones, and the response to a submission if workers lack them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {
 }
 
 
-def test_what_a_job_file_asks_for() -> None:
+def test_the_packages_that_a_job_file_needs() -> None:
     assert needs(parse_job({**JOB, "model": {"config": {}, "tokenizer": "char"}})) == []
     scorers = [{"type": "exact"}, {"type": "math"}, {"type": "reward_model", "path": "/models/judge"}]
     job = {**JOB, "reward": {"scorers": scorers}, "optimizer": {"type": "adamw_8bit"}}
@@ -54,7 +54,7 @@ def test_a_library_of_environments_may_have_its_own_interpreter() -> None:
 
 
 def members(**packages: list[str] | None) -> Members:
-    """Live workers by name (``rollout_0``) and what they have."""
+    """Return live workers with the given names (``rollout_0``) and installed packages (None: not reported)."""
     found = Members()
     for name, own in packages.items():
         beat = Heartbeat(
@@ -65,11 +65,11 @@ def members(**packages: list[str] | None) -> Members:
     return found
 
 
-def test_nothing_is_said_where_nothing_is_known_or_missing() -> None:
+def test_no_warning_where_nothing_is_known_or_missing() -> None:
     job = parse_job(JOB)
     for known in (Members(), members(rollout_0=None, trainer_0=None), members(rollout_0=["peft"], reward_0=[])):
         assert check_packages(job, known, 100.0) == []
-    assert check_packages(job, members(rollout_0=[]), 500.0) == [], "it is lost"
+    assert check_packages(job, members(rollout_0=[]), 500.0) == [], "the worker is lost"
 
 
 def test_a_job_that_no_worker_can_run_is_refused() -> None:

@@ -64,7 +64,7 @@ def conversation() -> list[Feedback]:
 
 
 def larger(config: OnlineJob, **online: Any) -> OnlineJob:
-    """Build a job with batches of 64."""
+    """Return ``config`` with batches of 64 and with ``online`` merged into its section."""
     spec = config.model_dump(mode="json", exclude_unset=True)
     return OnlineJob.parse(spec | {"train": {"batch_size": 64}, "online": spec["online"] | online})
 
@@ -75,7 +75,7 @@ def two_turns() -> list[Feedback]:
 
 
 class Leader:
-    """A leader that reads feedback, decides and admits; another one goes on from the durable state."""
+    """A leader that reads feedback, decides and admits; with ``before`` it continues from the ledger of that leader."""
 
     def __init__(self, config: OnlineJob, items: list[Feedback], before: Leader | None = None) -> None:
         self.config, self.items = config, items
@@ -90,7 +90,7 @@ class Leader:
             self.commit([JobStarted(**EPOCH, config_digest="c")])
             self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
         self.matching.restore(self.run.state)
-        self.fates: dict[str, tuple[str, str]] = {}
+        self.statuses: dict[str, tuple[str, str]] = {}
         self.read(self.run.state.read_from[1])
 
     def commit(self, events: list[Any]) -> None:
@@ -104,9 +104,9 @@ class Leader:
             if seq >= start:
                 self.record(self.matching.on_feedback(seq, item, NOW))
 
-    def record(self, fates: list[Any]) -> None:
-        self.fates |= {one.feedback: (one.status, one.reason) for one in fates}
-        self.unrecorded.add(fates)
+    def record(self, statuses: list[Any]) -> None:
+        self.statuses |= {one.feedback: (one.status, one.reason) for one in statuses}
+        self.unrecorded.add(statuses)
 
     def add(self, *items: Feedback) -> None:
         self.items = [*self.items, *items]
@@ -205,7 +205,7 @@ def test_every_leader_refuses_a_turn_after_the_end(another: bool) -> None:
     else:
         leader.add(late)
     assert leader.decide() == []
-    assert leader.fates["t3"] == ("rejected", "episode_over")
+    assert leader.statuses["t3"] == ("rejected", "episode_over")
     other = turn(0, [1], [2], done=True, reward=1.0, name="other", key_id="k2")
     leader.add(other)
     assert rewards(leader.decide()) == {"other": 1.0}, "episode names are scoped to the key"
@@ -213,7 +213,7 @@ def test_every_leader_refuses_a_turn_after_the_end(another: bool) -> None:
 
 @pytest.mark.parametrize(("ended", "gap", "at"), [("done", 0, 0), ("idle", 0, 60), ("aged", 40, 90)])
 def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: float) -> None:
-    """A late turn adds nothing to an episode, also for a leader that reads all of its turns at once."""
+    """A late turn adds nothing to an episode, even for a leader that reads all turns of the episode at once."""
     config = job(idle_ttl_s=60.0, max_age_s=90.0)
     rated = [
         replace(one, received=NOW + gap * one.turn, final=one.final and ended == "done") for one in conversation()
@@ -226,11 +226,11 @@ def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: floa
     assert first.decide(95.0) == []
     second = Leader(config, first.items, first)
     assert second.decide(95.0) == []
-    assert second.fates == {}, "the ledger has it"
+    assert second.statuses == {}, "the ledger has it"
     second = Leader(config, first.items)
     assert second.decide(95.0) == []
-    assert second.fates == first.fates, "nor does the time of reading change it"
-    assert first.fates == dict.fromkeys(["t0", "t1", "t2"], ("rejected", "no_reward")) | {
+    assert second.statuses == first.statuses, "nor does the time of reading change it"
+    assert first.statuses == dict.fromkeys(["t0", "t1", "t2"], ("rejected", "no_reward")) | {
         "t3": ("rejected", "episode_over")
     }
     ready = Leader(config, [*rated, late])
@@ -238,7 +238,7 @@ def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: floa
 
 
 def test_every_leader_refuses_late_turns_below_the_mark() -> None:
-    """Another episode moved the mark on: neither the ledger nor the messages read again name this one."""
+    """Another episode moved the mark past this one, which neither the ledger nor the messages read again name."""
     unrated = [replace(one, body=one.body | {"reward": None}) for one in conversation()]
     first = Leader(job(), unrated)
     assert first.decide() == []
@@ -248,10 +248,10 @@ def test_every_leader_refuses_late_turns_below_the_mark() -> None:
     late = turn(3, [1, 2, 3, 4, 5, 6, 7], [8], reward=1.0)
     second = Leader(first.config, [*first.items, late], first)
     assert second.decide(10_000.0) == []
-    assert second.fates == {"t3": ("rejected", "episode_over")}
+    assert second.statuses == {"t3": ("rejected", "episode_over")}
     third = Leader(first.config, [*unrated, *second.items[3:], replace(late, id="t4", turn=4)], second)
     assert third.decide(10_000.0) == []
-    assert third.fates["t4"] == ("rejected", "episode_over")
+    assert third.statuses["t4"] == ("rejected", "episode_over")
 
 
 def test_turns_of_one_message_and_revisions_are_not_late() -> None:
@@ -269,14 +269,14 @@ def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> No
     items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in conversation()]
     first = Leader(job(idle_ttl_s=60.0), items)
     assert first.decide(59.0) == []
-    assert first.fates["t2"] == ("rejected", "too_many_turns")
+    assert first.statuses["t2"] == ("rejected", "too_many_turns")
     assert list(first.matching.examples.items) == ["t0", "t1"]
     first.add(replace(items[0], revision=1))
     known = Leader(first.config, first.items, first)
     second = Leader(first.config, first.items)
     assert rewards(second.decide(61.0)) == rewards(known.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
     assert rewards(first.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
-    assert second.fates["t2"] == ("rejected", "too_many_turns"), "a revised turn arrived with its first revision"
+    assert second.statuses["t2"] == ("rejected", "too_many_turns"), "a revised turn arrived with its first revision"
 
 
 def test_another_leader_decides_the_same() -> None:
@@ -298,14 +298,14 @@ def test_untrained_turns_count_by_credit_and_are_decided_with_the_rest() -> None
     assert replay(leader, admissions) == (2, [])
     refused = Leader(job(posted={}, off_policy=None), conversation())
     assert refused.decide() == []
-    assert set(refused.fates.values()) == {("rejected", "source_not_trusted")}
+    assert set(refused.statuses.values()) == {("rejected", "source_not_trusted")}
     refused.add(turn(3, [9], [9], reward=1.0))
     refused.decide()
-    assert refused.fates["t3"] == ("rejected", "episode_over")
+    assert refused.statuses["t3"] == ("rejected", "episode_over")
 
 
 def test_assumed_turns_form_no_trajectory_together() -> None:
-    """They have no log-probs of their own: each draw takes those of the newest policy for one answer."""
+    """Assumed turns have no log-probs of their own; each draw gets those of the newest policy, for one answer."""
     items = [replace(one, body=one.body | {"policy_version": None, "logprobs": None}) for one in conversation()]
     leader = Leader(job(posted=off_policy.TRUSTED | {"assume_on_policy": True}), items)
     admissions = leader.decide()
@@ -371,14 +371,14 @@ def test_turns_of_text_are_credited_and_imitated() -> None:
     assert replay(leader, one) == (2, [])
 
 
-def test_a_single_turn_is_decided_as_it_was_without_an_episode() -> None:
+def test_a_single_turn_is_decided_as_if_it_had_no_episode() -> None:
     one = turn(0, [7, 8], [1, 2], done=True, reward=0.5)
     found = Leader(job(), [one]).decide()
     plain = Leader(job(), [replace(one, episode="", turn=-1)]).decide()
     assert [replace(admission, origin=[]) for admission in found] == plain
     apart = Leader(job(gamma=0.0), conversation())
     assert [admission.reward for admission in apart.decide()] == [0.5], "if each turn counts alone"
-    assert apart.fates["t0"] == ("rejected", "no_reward")
+    assert apart.statuses["t0"] == ("rejected", "no_reward")
 
 
 def test_a_revision_retraction_or_deletion_settles_the_episode_again() -> None:
@@ -422,7 +422,7 @@ def test_an_episode_with_an_objecting_user_is_refused() -> None:
     leader = Leader(job(), items)
     leader.matching._opted_out = lambda user: user == "private"
     assert leader.decide() == []
-    assert {leader.fates[name] for name in ("t0", "t1", "t2")} == {("rejected", "opted_out")}
+    assert {leader.statuses[name] for name in ("t0", "t1", "t2")} == {("rejected", "opted_out")}
 
 
 def test_turns_of_one_posted_episode_are_not_compared_with_each_other() -> None:

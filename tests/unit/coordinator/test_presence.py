@@ -89,13 +89,13 @@ def test_a_problem_of_a_worker_is_reported_once_and_the_next_one_not_too_soon() 
     assert new("no room: 4 MiB") == ["rollout-0: no room: 4 MiB"], "it was gone"
 
 
-def test_a_loss_before_the_first_look_is_not_reported() -> None:
+def test_a_loss_before_the_first_check_is_not_reported() -> None:
     workers = Workers()
     workers.beat("rollout-0")
     assert workers.changes(60.0) == []
 
 
-def test_what_a_worker_did_is_remembered_by_job() -> None:
+def test_the_history_of_a_worker_is_stored_by_job() -> None:
     workers = Workers()
     for clock, row in ((0.0, {}), (1.0, {"running": 2}), (2.0, {"running": 1}), (3.0, {"waiting_for": "version 3"})):
         workers.clock = clock
@@ -113,7 +113,7 @@ def test_what_a_worker_did_is_remembered_by_job() -> None:
     assert "spans" not in workers.members.rows("job", 21.0)[0]
 
 
-def test_a_history_has_an_end() -> None:
+def test_a_history_is_bounded() -> None:
     workers = Workers()
     for second in range(MOST_SPANS + 50):
         workers.clock = float(second)

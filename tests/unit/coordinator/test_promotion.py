@@ -66,7 +66,7 @@ def job(max_lag: int = 1, **promotion: Any) -> OnlineJob:
 
 
 class Lineage:
-    """A run without a bus: batches are sealed and trained at once, evaluations say what the test wants."""
+    """A run without a bus: it trains each batch at once, and the test sets the results of evaluations."""
 
     def __init__(self, config: OnlineJob) -> None:
         self.evaluated: Evaluated | None = None
@@ -102,7 +102,7 @@ class Lineage:
         return self.report(kind="checkpointed", batch=number, version=state.version, digest=digest, path=f"c{number}")
 
     def seal(self) -> int:
-        """The next batch, of one admitted draw."""
+        """Admit one draw, and seal the next batch with it; return the number of the batch."""
         state, epoch = self.state, {"writer_epoch": 1, "time": NOW}
         start, number = state.next_ordinal, state.next_number
         admission = Admission(
@@ -122,7 +122,7 @@ class Lineage:
         return number
 
     def train(self, held_out: float | None = None, **measured: float) -> list[Any]:
-        """One update; what the decision after it, and after its evaluation, was."""
+        """Make one update, and evaluate it if ``held_out`` is given; return the events of the decisions."""
         number = self.seal()
         version = self.state.version + 1
         metrics = {**MEASURED, **{name.replace("__", "/"): value for name, value in measured.items()}}
@@ -138,7 +138,7 @@ class Lineage:
         return self.decide()
 
     def fork(self, batch: int, **more: Any) -> list[Any]:
-        """The trainer gives up everything from ``batch`` on."""
+        """Report a fork in which the trainer gives up ``batch`` and all later batches; return the events."""
         version = self.state.version + 1
         before = self.state.batches.get(batch - 1)
         digest = before.digest if before is not None else "w0"
@@ -204,9 +204,9 @@ def test_the_held_out_reward_is_compared_with_that_of_the_version_served() -> No
     assert run.state.refused.figures[METRIC] == 0.3
 
 
-def test_what_could_not_be_scored_is_no_floor_and_passes_nothing() -> None:
+def test_an_evaluation_without_a_score_is_no_floor_and_passes_no_version() -> None:
     run = Lineage(job(max_drop=0.1))
-    assert decisions(run.evaluate(math.nan)) == [], "the grader was away"
+    assert decisions(run.evaluate(math.nan)) == [], "the grader was unavailable"
     assert run.gate.lacks(run.state)
     assert decisions(run.evaluate(0.5)) == [("Promoted", 0, "measured")]
     assert not run.gate.lacks(run.state)
@@ -272,7 +272,7 @@ def test_after_too_many_refusals_nothing_is_drawn_and_training_goes_back() -> No
     assert run.run.rollback is None
 
 
-def test_what_a_rollback_gives_up_is_not_trained_again() -> None:
+def test_batches_that_a_rollback_gives_up_are_not_trained_again() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
     run.train()
     run.train(policy__entropy=0.1)
@@ -283,15 +283,15 @@ def test_what_a_rollback_gives_up_is_not_trained_again() -> None:
     assert (events[0].redraw, events[0].draws) == (False, given_up)
     state = run.state
     assert (state.open, state.dropped["rolled_back"], state.trained) == ({}, 2, 1)
-    told = feedback_statuses(decode_events(encode_events(events)), state)
-    assert [(one.feedback, one.status, one.reason) for one in told] == [
+    statuses = feedback_statuses(decode_events(encode_events(events)), state)
+    assert [(one.feedback, one.status, one.reason) for one in statuses] == [
         ("f1", "rejected", "rolled_back"),
         ("f2", "rejected", "rolled_back"),
     ]
     assert {"i1", "i2"} <= state.consumed.keys(), "they stay decided, also on another leader"
 
 
-def test_what_a_trainer_cannot_repeat_is_drawn_again() -> None:
+def test_batches_that_a_trainer_cannot_repeat_are_drawn_again() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
     run.train()
     events = run.fork(1)
@@ -300,7 +300,7 @@ def test_what_a_trainer_cannot_repeat_is_drawn_again() -> None:
     assert [one.status for one in feedback_statuses(events[:1], run.state)] == ["admitted"]
 
 
-def test_a_rollback_that_nobody_wants_any_more_is_refused() -> None:
+def test_a_rollback_that_is_no_longer_wanted_is_refused() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=1))
     run.train()
     run.train(policy__entropy=0.1)
@@ -312,7 +312,7 @@ def test_a_rollback_that_nobody_wants_any_more_is_refused() -> None:
     assert run.state.version == 2
 
 
-def test_a_fork_that_nobody_wanted_does_not_serve_what_was_refused() -> None:
+def test_an_unrequested_fork_does_not_serve_a_refused_version() -> None:
     run = Lineage(job(max_lag=3, min_entropy=0.5, patience=4))
     run.train()
     run.train(policy__entropy=0.1)
@@ -330,7 +330,7 @@ def test_a_fork_that_nobody_wanted_does_not_serve_what_was_refused() -> None:
     assert decisions(events) == [("Promoted", 7, "rolled back")], "nothing else is left"
 
 
-def test_a_fork_that_nobody_wanted_is_measured_before_it_is_served() -> None:
+def test_an_unrequested_fork_is_measured_before_it_is_served() -> None:
     run = Lineage(job(max_lag=3, max_drop=0.1, patience=4))
     run.evaluate(0.5)
     run.train()
@@ -343,7 +343,7 @@ def test_a_fork_that_nobody_wanted_is_measured_before_it_is_served() -> None:
     assert decisions(run.evaluate(0.5)) == [("Promoted", 3, "passed")]
 
 
-def test_one_batch_at_a_time_and_only_once_the_served_version_is_told() -> None:
+def test_one_batch_trains_at_a_time_after_the_served_version_is_announced() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
     gate, state = run.gate, run.state
     assert not gate.lets_train(state)
@@ -352,14 +352,14 @@ def test_one_batch_at_a_time_and_only_once_the_served_version_is_told() -> None:
     run.seal()
     assert not gate.lets_train(state)
     run.report(kind="trained", batch=1, revision=1, version=1, digest="w1", metrics=MEASURED)
-    assert not gate.lets_train(state), "version 1 is promoted, engines do not know yet"
+    assert not gate.lets_train(state), "version 1 is promoted, but not announced to engines yet"
     gate.announced = 1
     assert gate.lets_train(state)
     run.train(policy__entropy=0.1)
-    assert gate.lets_train(state), "version 1 is served on, and its answers are trained on"
+    assert gate.lets_train(state), "version 1 is still served, and its answers are trained"
 
 
-def test_the_served_version_can_always_be_made_again() -> None:
+def test_the_served_version_can_always_be_rebuilt() -> None:
     run = Lineage(job(max_lag=3, min_entropy=0.5, patience=4))
     run.train()
     run.checkpoint(1)
@@ -377,8 +377,8 @@ def test_the_served_version_can_always_be_made_again() -> None:
 
 
 @pytest.mark.parametrize(("entropy", "low"), [(0.1, 2), (0.9, 4)])
-def test_a_checkpoint_gives_up_of_the_log_what_nobody_has_to_repeat(entropy: float, low: int) -> None:
-    """While newer versions are refused a trainer begins at the checkpoint before the one that is served."""
+def test_a_checkpoint_releases_the_log_that_no_trainer_has_to_repeat(entropy: float, low: int) -> None:
+    """While newer versions are refused, a trainer starts from the last checkpoint before the served version."""
     run = Lineage(job(max_lag=3, min_entropy=0.5, patience=4))
     run.train()
     run.checkpoint(1)
@@ -466,7 +466,7 @@ def test_a_rollback_by_request_ends_with_its_fork() -> None:
     assert run.run.rollback is None
 
 
-def test_a_rollback_to_what_cannot_be_read_fails_and_the_job_goes_on() -> None:
+def test_a_rollback_to_an_unreadable_checkpoint_fails_and_the_job_continues() -> None:
     run = Lineage(job(min_entropy=0.5))
     run.train()
     asked = desired_state(operation("rollback", checkpoint=0))
@@ -483,7 +483,7 @@ def test_a_rollback_to_what_cannot_be_read_fails_and_the_job_goes_on() -> None:
     ("checkpoint", "reason"),
     [(7, "there is no checkpoint 7 to go back to; there are: 0, 2"), (2, "nothing was trained after checkpoint 2")],
 )
-def test_a_rollback_that_cannot_be_is_refused(checkpoint: int, reason: str) -> None:
+def test_an_impossible_rollback_is_refused(checkpoint: int, reason: str) -> None:
     run = Lineage(job(min_entropy=0.5))
     run.train()
     run.train()
@@ -536,7 +536,7 @@ def test_versions_that_are_compared_must_be_measured() -> None:
         OnlineJob.parse({**spec, "evaluation": {"every": 4}})
 
 
-def test_an_evaluation_that_misses_prompts_decides_nothing_and_is_begun_again() -> None:
+def test_an_evaluation_that_misses_prompts_decides_nothing_and_is_repeated() -> None:
     measures = Measures(job(max_drop=0.1), cast(Outbox, Silence()))
     state = LedgerState()
     measures.plan = EvaluationPlan(measures.config.evaluation, [SourceSummary("addition", 4, "sums")])
@@ -552,7 +552,7 @@ def test_an_evaluation_that_misses_prompts_decides_nothing_and_is_begun_again() 
     assert measures.begin_evaluation(state, final=False, now=NOW, epoch=1) == []
 
 
-def test_an_evaluation_without_a_score_is_begun_again_after_a_while() -> None:
+def test_an_evaluation_without_a_score_is_repeated_after_a_while() -> None:
     measures = Measures(job(max_drop=0.1), cast(Outbox, Silence()))
     state = LedgerState()
     measures.plan = EvaluationPlan(measures.config.evaluation, [SourceSummary("addition", 1, "sums")])
@@ -566,7 +566,7 @@ def test_an_evaluation_without_a_score_is_begun_again_after_a_while() -> None:
     assert measures.begin_evaluation(state, final=False, now=NOW + 60, epoch=1)
 
 
-def test_what_a_rollback_serves_is_measured_whoever_leads() -> None:
+def test_the_version_that_a_rollback_serves_is_measured_by_any_leader() -> None:
     run = Lineage(job(max_lag=2, max_drop=0.1))
     run.evaluate(0.5)
     run.train(0.5)
@@ -588,7 +588,7 @@ def test_what_a_rollback_serves_is_measured_whoever_leads() -> None:
 
 
 class Silence:
-    """An outbox that nobody reads."""
+    """An outbox that discards everything."""
 
     def metrics(self, *row: Any, **more: Any) -> None: ...
 

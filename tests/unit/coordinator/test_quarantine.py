@@ -1,4 +1,4 @@
-"""Quarantine: which items are unusual and held, and that a new leader holds the same ones."""
+"""Quarantine: unusual items are held, and a new leader holds the same ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Reader:
         return []
 
     def read(self, *items: Feedback, start: int = 1) -> list[tuple[str, str]]:
-        """Read messages; return the statuses of each."""
+        """Read ``items`` as messages from sequence ``start`` on; return (status, reason) of each status."""
         found = []
         for seq, item in enumerate(items, start):
             found += [(status.status, status.reason) for status in self.quarantine.on_feedback(seq, item, NOW)]
@@ -136,21 +136,21 @@ def test_a_window_has_the_statistics_of_its_values(values: list[float], size: in
 
 
 def test_a_wide_window_is_as_fast_as_a_narrow_one() -> None:
-    """Counted are the values visited, not seconds: a wide window visits hardly more than a narrow one."""
-    looked = 0
+    """The test counts comparisons of values, not seconds: a wide window needs hardly more than a narrow one."""
+    comparisons = 0
 
     class Value(float):
         def __lt__(self, other: float) -> bool:
-            nonlocal looked
-            looked += 1
+            nonlocal comparisons
+            comparisons += 1
             return float(self) < float(other)
 
     window, values = Window(4000), random.Random(3)
     for _ in range(4000):
         window.add(Value(values.random()))
-    looked = 0
+    comparisons = 0
     window.add(Value(0.5))
-    assert 0 < looked < 40
+    assert 0 < comparisons < 40
     assert window.mad == pytest.approx(0.25, abs=0.03)
 
 
@@ -207,8 +207,8 @@ def test_a_retraction_or_a_revision_ends_the_hold() -> None:
 def test_an_item_retracted_while_held_is_retracted() -> None:
     matching = Matching(CONFIG)
     found, items = Quarantine(CONFIG, matching.on_feedback), [*usual(20), rating(50, 1.0), decided("retraction", 50)]
-    fates = [status for seq, item in enumerate(items, 1) for status in found.on_feedback(seq, item, NOW)]
-    ends = {status.feedback: (status.status, status.reason) for status in fates}
+    statuses = [status for seq, item in enumerate(items, 1) for status in found.on_feedback(seq, item, NOW)]
+    ends = {status.feedback: (status.status, status.reason) for status in statuses}
     assert ends[name_of(50)] == ("retracted", "by retraction-50")
     assert ends["retraction-50"] == ("retracted", f"retracts {name_of(50)}")
     assert found.on_feedback(40, items[20], NOW) == [], "copied by a deletion"
@@ -248,7 +248,7 @@ def test_the_older_half_is_rejected_for_space() -> None:
 
 
 def test_a_released_item_counts_from_its_copy() -> None:
-    """Its message also held an item of a deleted user; a later leader reads the release first."""
+    """A deletion copied the item behind its release, so a later leader reads the release first."""
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
@@ -279,10 +279,10 @@ def test_a_rejected_item_does_not_count_from_its_copy() -> None:
     low=st.integers(0, 60),
 )
 def test_a_new_leader_that_reads_from_the_mark_holds_the_same_items(values: list[float], cut: int, low: int) -> None:
-    """The new leader learns from the messages below the mark, and reads again from there."""
+    """The new leader learns usual values from messages below the mark, and reads the later messages again."""
     items = [rating(number, value, key_id=f"k{number % 2}") for number, value in enumerate(values)]
     whole = Reader()
-    fates = whole.read(*items)
+    statuses = whole.read(*items)
     before = Reader()
     before.read(*items[:cut])
     low = min(low, cut, before.quarantine.lowest_seq - 1)
@@ -291,7 +291,7 @@ def test_a_new_leader_that_reads_from_the_mark_holds_the_same_items(values: list
         after.quarantine.learn(item)
     again = after.read(*items[low:], start=low + 1)
     assert after.passed == whole.passed[len(whole.passed) - len(after.passed) :]
-    assert len(again) == len(fates), "items below the mark are not held"
+    assert len(again) == len(statuses), "items below the mark are not held"
 
 
 def test_items_that_the_ledger_records_are_held() -> None:
@@ -305,7 +305,7 @@ def test_items_that_the_ledger_records_are_held() -> None:
 
 
 def test_a_revision_that_passed_passes_for_a_new_leader() -> None:
-    """Otherwise no user would see it: its newest status is not that it is held."""
+    """A new leader that held the revision would hide it: the newest published status is not quarantined."""
     state = LedgerState()
     state.apply(Quarantined(writer_epoch=1, time=NOW, items={name_of(50): 21}))
     reader = Reader(state)
@@ -327,7 +327,7 @@ def test_a_copy_of_a_held_item_is_not_newer() -> None:
         found.on_feedback(seq, item, NOW)
     found.on_feedback(40, rating(50, 1.0, seq=21), NOW)
     found.on_feedback(41, decided("release", 50), NOW)
-    assert passed[-1] == (40, 21), "its present and its original place"
+    assert passed[-1] == (40, 21), "its present and its original sequence"
 
 
 def test_a_held_item_is_found_at_its_copy() -> None:
@@ -339,7 +339,7 @@ def test_a_held_item_is_found_at_its_copy() -> None:
         reader.quarantine.draft(draft)
         assert (reader.quarantine.lowest_seq, draft.state.quarantined) == (seq, {name_of(50): seq})
     reader.quarantine.draft(draft)
-    assert len(draft.events) == 2, "recorded once in each place"
+    assert len(draft.events) == 2, "recorded once at each sequence"
     later = Reader(draft.state)
     assert later.read(rating(50, 1.0), start=40) == []
     assert later.quarantine.num_held == 1

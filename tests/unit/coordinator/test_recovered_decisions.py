@@ -58,13 +58,13 @@ def rating(name: str, about: str, **changes: Any) -> Feedback:
     return Feedback(id=name, job="j", kind=fields.pop("kind", "metric"), key_id="asker", **fields)
 
 
-Facts = list[Interaction | Feedback]
+Messages = list[Interaction | Feedback]
 
 
-def ledger_of(fates: list[FeedbackStatus], refused: list[InteractionStatus] | None = None) -> LedgerState:
-    """Fold the ledger that records these, one entry each."""
+def ledger_of(statuses: list[FeedbackStatus], refused: list[InteractionStatus] | None = None) -> LedgerState:
+    """Return the ledger state that records ``statuses`` and ``refused``, each in an entry of its own."""
     state = LedgerState()
-    for one in fates:
+    for one in statuses:
         unrecorded = UnrecordedDecisions()
         unrecorded.add([one])
         fold(unrecorded.drain(epoch=1, now=NOW, read_to=(9, 9)), state)
@@ -75,26 +75,26 @@ def ledger_of(fates: list[FeedbackStatus], refused: list[InteractionStatus] | No
     return state
 
 
-def read(found: Matching, facts: Facts) -> list[FeedbackStatus]:
-    """Read the facts of both streams, each with its sequence there."""
-    fates: list[FeedbackStatus] = []
+def read(found: Matching, messages: Messages) -> list[FeedbackStatus]:
+    """Let ``found`` read ``messages``, each with its sequence in its stream, and sweep; return the statuses."""
+    statuses: list[FeedbackStatus] = []
     for kind in (Interaction, Feedback):
-        for seq, fact in enumerate((one for one in facts if isinstance(one, kind)), 1):
-            if isinstance(fact, Interaction):
-                fates += found.on_interaction(seq, fact)
+        for seq, message in enumerate((one for one in messages if isinstance(one, kind)), 1):
+            if isinstance(message, Interaction):
+                statuses += found.on_interaction(seq, message)
             else:
-                fates += found.on_feedback(seq, fact, NOW)
-    return fates + found.sweep(version=0, now=NOW)
+                statuses += found.on_feedback(seq, message, NOW)
+    return statuses + found.sweep(version=0, now=NOW)
 
 
 def test_items_rejected_for_a_full_stream_stay_rejected() -> None:
-    facts: Facts = [served("i1"), rating("f1", "i1"), rating("f2", "i2")]
+    messages: Messages = [served("i1"), rating("f1", "i1"), rating("f2", "i2")]
     leader = Matching(job())
-    fates = read(leader, facts)
-    fates += leader.reject(leader.undecided_feedback(9), "feedback_full", NOW)
+    statuses = read(leader, messages)
+    statuses += leader.reject(leader.undecided_feedback(9), "feedback_full", NOW)
     successor = Matching(job())
-    successor.restore(ledger_of(fates))
-    assert read(successor, facts) == []
+    successor.restore(ledger_of(statuses))
+    assert read(successor, messages) == []
     assert (successor.ready, len(successor.unmatched)) == ({}, 0)
     assert read(successor, [served("i1"), rating("f3", "i1")]) != [], "other keys may still judge its answer"
     assert [[*one.feedback] for one in successor.ready["i1"]] == [["f3"]]
@@ -102,17 +102,17 @@ def test_items_rejected_for_a_full_stream_stay_rejected() -> None:
 
 @pytest.mark.parametrize("alone", [True, False])
 def test_an_episode_refused_for_overload_stays_refused(alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts: Facts = [served("i1", alone=alone), rating("f1", "i1", final=True), rating("f2", "", episode=EPISODE)]
+    messages: Messages = [served("i1", alone=alone), rating("f1", "i1", final=True), rating("f2", "", episode=EPISODE)]
     leader = Matching(job(gamma=1.0))
     with monkeypatch.context() as patch:
         patch.setattr(matching_module, "MAX_WAITING", 0)
-        fates = read(leader, facts)
-    assert {(one.feedback, one.reason) for one in fates if one.status == "rejected"} == {
+        statuses = read(leader, messages)
+    assert {(one.feedback, one.reason) for one in statuses if one.status == "rejected"} == {
         ("f1", "too_many_waiting"), ("f2", "too_many_waiting"),
     }  # fmt: skip
     successor = Matching(job(gamma=1.0))
-    successor.restore(ledger_of(fates, leader.refused_interactions.drain()))
-    assert read(successor, facts) == []
+    successor.restore(ledger_of(statuses, leader.refused_interactions.drain()))
+    assert read(successor, messages) == []
     assert (successor.num_waiting, successor.ready) == (0, {})
     late = successor.on_feedback(9, rating("f9", "", episode=EPISODE), NOW)
     assert [(one.status, one.reason) for one in late] == [("rejected", "too_many_waiting")]
@@ -123,7 +123,7 @@ def test_an_episode_refused_for_overload_stays_refused(alone: bool, monkeypatch:
 
 def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
     again, held, taken, by, pending = (f"0192f0c1-0000-7000-8000-00000000000{n}" for n in range(1, 6))
-    fates = [
+    statuses = [
         feedback_status(again, "rejected", "quarantine_full", 1.0), feedback_status(again, "rejected", "stale", 2.0),
         feedback_status(taken, "retracted", f"by {by}", 2.0),
         feedback_status("nowhere", "expired", "unknown_target", 2.0),
@@ -143,7 +143,7 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
             ("whole", "too_many_waiting"),
         )
     ]
-    state = ledger_of(fates, refused)
+    state = ledger_of(statuses, refused)
     final = FinalStatuses()
     final.restore(state)
     items = {again: "rejected", taken: "retracted", by: "retracted", "nowhere": "expired", "taken-back": "retracted"}
@@ -158,9 +158,9 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
 
 
 def test_the_feed_follows_from_the_entries() -> None:
-    """Statuses that a reader of the feed sees are those that the leader found."""
+    """A reader of the status feed derives from the ledger entries the statuses that the leader found."""
     ids = [f"0192f0c1-0000-7000-8000-00000000000{n}" for n in range(1, 7)]
-    fates = [
+    statuses = [
         feedback_status(ids[0], "rejected", "stale", NOW), feedback_status(ids[1], "expired", "unknown_target", NOW),
         feedback_status(ids[2], "retracted", f"by {ids[3]}", NOW),
         feedback_status(ids[3], "retracted", f"retracts {ids[2]}", NOW),
@@ -170,19 +170,19 @@ def test_the_feed_follows_from_the_entries() -> None:
     ]  # fmt: skip
     refused = [InteractionStatus(interaction=ids[0], status="rejected", reason="no_tokens", time=NOW)]
     unrecorded = UnrecordedDecisions()
-    unrecorded.add(fates)
+    unrecorded.add(statuses)
     unrecorded.add_interactions(refused)
     events = decode_events(encode_events(unrecorded.drain(epoch=1, now=NOW, read_to=(9, 9))))
     state = fold(events)
     by_item = sorted(feedback_statuses(events, state), key=lambda one: one.feedback)
-    assert by_item == sorted(fates, key=lambda one: one.feedback)
+    assert by_item == sorted(statuses, key=lambda one: one.feedback)
     assert interaction_statuses(events, state) == refused
     assert not unrecorded
 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_late_revision_of_trained_feedback_is_late_for_every_leader(is_known: bool) -> None:
-    """A checkpoint lies behind it and the mark has passed it, so no admission names it any more."""
+    """A checkpoint covers the trained feedback and the mark has passed it, so no admission names it any more."""
     item, state = rating("f1", "i1"), LedgerState()
     if is_known:
         drawn = Drawn(writer_epoch=1, time=NOW, start=0, stop=1, min_version=0, deadline=9.0)
@@ -202,10 +202,10 @@ def test_a_late_revision_of_trained_feedback_is_late_for_every_leader(is_known: 
 
 def test_a_retracted_item_and_its_retraction_stay_retracted() -> None:
     retraction = rating("r1", "", kind="retraction", body={"feedback": "f1"}, metric="", value=None)
-    fates = read(Matching(job()), [rating("f1", "i1"), retraction])
-    assert {one.feedback: one.status for one in fates} == {"f1": "retracted", "r1": "retracted"}
+    statuses = read(Matching(job()), [rating("f1", "i1"), retraction])
+    assert {one.feedback: one.status for one in statuses} == {"f1": "retracted", "r1": "retracted"}
     successor = Matching(job())
-    successor.restore(ledger_of(fates))
+    successor.restore(ledger_of(statuses))
     assert read(successor, [rating("f1", "i1", revision=1), retraction]) == []
     assert len(successor.unmatched) == 0
 
@@ -235,18 +235,18 @@ def test_a_retraction_without_an_item_expires() -> None:
     found.on_feedback(8, rating("f8", "i8", received=NOW + wait), NOW + wait)
     assert found.sweep(version=0, now=NOW + wait) == []
     assert found.low_water()[1] == 3
-    fates = found.sweep(version=0, now=NOW + wait + 1)
-    assert [(one.feedback, one.status, one.reason) for one in fates] == [("r1", "expired", "unknown_target")]
+    statuses = found.sweep(version=0, now=NOW + wait + 1)
+    assert [(one.feedback, one.status, one.reason) for one in statuses] == [("r1", "expired", "unknown_target")]
     assert found.low_water()[1] == 8
     successor = Matching(job())
-    successor.restore(ledger_of(fates))
+    successor.restore(ledger_of(statuses))
     assert successor.on_feedback(3, retraction, NOW + wait + 1) == []
     assert successor.low_water()[1] == 3, "read up to there"
     successor.on_feedback(8, rating("f8", "i8"), NOW)
     assert successor.low_water()[1] == 8
 
 
-def test_a_state_names_all_above_the_mark_and_the_newest_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_names_all_decisions_above_the_mark_and_the_newest_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decided, "MIN_KEPT", 30)
     monkeypatch.setattr(decided, "MAX_BLOCK", 16)
     ids = [f"0192f0c1-0000-7000-8000-{n:012d}" for n in range(300)]

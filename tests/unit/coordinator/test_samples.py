@@ -1,4 +1,4 @@
-"""Completions as people see them."""
+"""Sampled completions as the API shows them: advantages, and the texts of tokens."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXACT = {"type": "exact"}
 
 def group(*rewards: float, failed: tuple[int, ...] = ()) -> Group:
     answers = [[5, 6]] * len(rewards)
-    made = example_group("j", Draw(0, 0), [4], answers, objective="policy", reward=0.0, epoch=1)
+    one = example_group("j", Draw(0, 0), [4], answers, objective="policy", reward=0.0, epoch=1)
     broken = np.zeros(len(rewards), np.bool_)
     broken[list(failed)] = True
-    return replace(made, rewards=np.array(rewards, np.float32), failed=broken)
+    return replace(one, rewards=np.array(rewards, np.float32), failed=broken)
 
 
-def advantages(made: Group) -> list[float | None]:
-    return [row["advantage"] for row in sample_rows(1, [made])]
+def advantages(one: Group) -> list[float | None]:
+    return [row["advantage"] for row in sample_rows(1, [one])]
 
 
 def test_a_source_that_a_job_does_not_have_is_refused_with_those_it_has() -> None:
@@ -40,7 +40,7 @@ def test_a_source_that_a_job_does_not_have_is_refused_with_those_it_has() -> Non
         check_env({**base, "kind": "online_rl"}, "addition")
 
 
-def test_what_has_nothing_to_be_compared_with_has_no_advantage() -> None:
+def test_a_completion_without_others_to_compare_has_no_advantage() -> None:
     assert advantages(group(1.0)) == [None], "as every answer to a live agent"
     assert advantages(group(1.0, 0.5, failed=(1,))) == [None, None]
     assert advantages(group(1.0, 1.0)) == [0.0, 0.0], "there is something, and it is the same"
@@ -56,7 +56,7 @@ TEXT = "Der Fluß floß, 3+4=7 \u2713\n"
 
 @pytest.mark.parametrize("kind", ["bytes", "pieces", "words"])
 def test_tokens_are_shown_as_their_texts(tmp_path: Path, kind: str) -> None:
-    """The texts of all tokens together are what the tokenizer decodes them to."""
+    """The joined texts of the tokens equal what the tokenizer decodes."""
     if kind == "bytes":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer, tokenizer.decoder = (
@@ -68,21 +68,22 @@ def test_tokens_are_shown_as_their_texts(tmp_path: Path, kind: str) -> None:
             [TEXT] * 3, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
         )
     elif kind == "pieces":
-        pieces = [("<unk>", 0.0), *(("\u2581" if letter == " " else letter, -1.0) for letter in sorted(set(TEXT)))]
+        pieces = [
+            ("<unk>", 0.0),
+            *(("\u2581" if char == " " else char, -1.0) for char in sorted(set(TEXT))),
+        ]
         tokenizer = Tokenizer(models.Unigram(pieces, 0))
         tokenizer.pre_tokenizer, tokenizer.decoder = (
             pre_tokenizers.Metaspace(prepend_scheme="never"),
             decoders.Metaspace(prepend_scheme="never"),
         )
     else:
-        tokenizer = Tokenizer(
-            models.WordLevel({letter: id for id, letter in enumerate(sorted(set(TEXT)))}, unk_token="?")
-        )
+        tokenizer = Tokenizer(models.WordLevel({char: id for id, char in enumerate(sorted(set(TEXT)))}, unk_token="?"))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)|\n"), "isolated")
     tokenizer.add_special_tokens(["<eos>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ids = tokenizer.encode(TEXT).ids
-    if kind == "bytes":  # a letter of several tokens has a text in none of them
+    if kind == "bytes":  # a character of several tokens has no text in any of them
         ids = tokenizer.encode("Der Flu").ids
     found = token_texts(tmp_path / "tokenizer.json", [*ids, tokenizer.token_to_id("<eos>"), 10**6])
     assert "".join(found[:-2]) == ("Der Flu" if kind == "bytes" else TEXT)

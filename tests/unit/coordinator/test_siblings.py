@@ -38,9 +38,9 @@ def load(name: str) -> Any:
 tracked, learning = load("test_tracked_values"), load("test_online_learning")
 
 
-def book(*members: tuple[Any, ...], **baseline: Any) -> tuple[Any, list[Draw]]:
-    """Build a ledger that has admitted answers with these groups, rewards and origins."""
-    found = tracked.Book(tracked.job(siblings=True, **baseline))
+def ledger_with(*members: tuple[Any, ...], **baseline: Any) -> tuple[Any, list[Draw]]:
+    """Build a ledger that has admitted ``members``, each (group, reward, *origin); return it and their draws."""
+    found = tracked.Ledger(tracked.job(siblings=True, **baseline))
     found.add(Drawn(writer_epoch=1, time=0, start=0, stop=len(members), min_version=0, deadline=0))
     admissions = [
         Admission(n, {f"i{n}": n + 1}, {}, reward, 0, "k", "u", "feedback", 0, group=group, origin=list(origin))
@@ -64,7 +64,7 @@ def test_the_baseline_does_not_depend_on_the_order() -> None:
 
 
 def test_siblings_are_compared_and_single_answers_use_the_tracked_value() -> None:
-    found, draws = book(("a", 1.0), ("b", 0.5), ("a", 0.0), ("", 0.25), ("", -0.25), ("a", 0.5), value=0.125)
+    found, draws = ledger_with(("a", 1.0), ("b", 0.5), ("a", 0.0), ("", 0.25), ("", -0.25), ("a", 0.5), value=0.125)
     baselines, tracking = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, 0.125, 0.75, 0.125, 0.125, 0.5]
     assert tracking.rewards[""][1] == 6, "all rewards are tracked, as without siblings"
@@ -74,12 +74,12 @@ def test_siblings_are_compared_and_single_answers_use_the_tracked_value() -> Non
 
 def test_turns_of_one_episode_are_compared_with_other_episodes_only() -> None:
     split = [("g", 1.0, "e1", "r1"), ("g", 0.5, "e1", "r2")]
-    found, draws = book(*split, ("g", 0.0, "e2", "r3"), value=0.125)
+    found, draws = ledger_with(*split, ("g", 0.0, "e2", "r3"), value=0.125)
     baselines, _ = baselines_of(found.config, found.state, draws)
     assert [baselines[draw] for draw in draws] == [0.0, 0.0, 0.75]
     alone, _ = baselines_of(found.config, found.state, draws[:2])
     assert [alone[draw] for draw in draws[:2]] == [0.125, 0.125], "its own turns are no baseline"
-    choices, draws = book(*split, ("g", -1.0, "e1", "r2"), ("g", 0.25), value=0.125)
+    choices, draws = ledger_with(*split, ("g", -1.0, "e1", "r2"), ("g", 0.25), value=0.125)
     baselines, _ = baselines_of(choices.config, choices.state, draws)
     assert [baselines[draw] for draw in draws] == [0.25, -0.375, 0.375, 0.5 / 3], "choices of one request are samples"
 
@@ -95,11 +95,11 @@ def test_an_admission_names_its_episode() -> None:
 
 
 def test_an_audit_checks_the_baselines_of_siblings() -> None:
-    found, draws = book(("a", 1.0), ("a", 0.0))
+    found, draws = ledger_with(("a", 1.0), ("a", 0.0))
     before = found.state
     found.seal(draws)
     sealed = found.events[-1]
-    fresh, _ = book(("a", 1.0), ("a", 0.0))
+    fresh, _ = ledger_with(("a", 1.0), ("a", 0.0))
     assert before is found.state
     assert flaws_of_baselines(found.config, fresh.state, sealed) == []
     wrong = replace(sealed, groups=[replace(sealed.groups[0], baseline=0.5), *sealed.groups[1:]])

@@ -1,4 +1,4 @@
-"""Where tokens and draws went, and which completions a page shows."""
+"""Counts of tokens and draws by outcome, and the completions that a page shows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader
 
 SOURCES = enumerate(["easy", "hard", "easy", "hard"])
-"""Of draws by ordinal."""
+"""Ordinals of draws with the names of their sources."""
 
 
 def header(ordinal: int, lengths: list[int], rewards: list[float] | None = None, source: str = "") -> GroupHeader:
@@ -80,7 +80,7 @@ def test_every_token_is_generated_once_and_trained_or_dropped() -> None:
     assert not any(name.startswith("dropped") for name in again)
 
 
-def test_what_was_trained_is_told_apart_by_source() -> None:
+def test_trained_groups_are_counted_by_source() -> None:
     held = {Draw(i): Candidate(i, header(i, [4, 4], [0.0, i / 4], source), Verdict.ACCEPT) for i, source in SOURCES}
     tally = Tally(groups_per_batch=3, sources=["easy", "hard", "rare"])
     tally.on_trained(batch(5, 5, 5), held)
@@ -117,7 +117,7 @@ def test_a_page_of_evaluated_completions_is_chosen_from_headers() -> None:
     assert choose_samples(headers, sort=None, after=None, limit=9, env="hard") == [(13, "0-2.0-0")]
 
 
-def test_metrics_as_csv_and_parquet_keep_what_is_missing_missing() -> None:
+def test_metrics_as_csv_and_parquet_leave_missing_values_empty() -> None:
     found = {"steps": [1, 2], "wall": [10.0, 11.5], "series": {"a/b": [0.5, None], "c": [None, 2.0]}}
     rows = list(csv.reader(io.StringIO(as_csv(found).decode())))
     assert rows == [["step", "wall", "a/b", "c"], ["1", "10.0", "0.5", ""], ["2", "11.5", "", "2.0"]]

@@ -40,8 +40,8 @@ def job(**baseline: Any) -> OnlineJob:
     return OnlineJob.parse(spec)
 
 
-class Book:
-    """A ledger written event by event."""
+class Ledger:
+    """A ledger that a test writes event by event."""
 
     def __init__(self, config: OnlineJob) -> None:
         self.config, self.state, self.events = config, LedgerState(), list[Event]()
@@ -89,66 +89,66 @@ class Book:
 
 
 def test_a_bucket_uses_its_own_past_and_a_new_one_that_of_all() -> None:
-    book = Book(job())
-    first = book.seal(book.admit(("code", 1.0), ("code", 1.0), ("", -1.0)))
+    ledger = Ledger(job())
+    first = ledger.seal(ledger.admit(("code", 1.0), ("code", 1.0), ("", -1.0)))
     assert set(first.values()) == {0.0}, "no value is tracked yet"
-    book.train(1)
-    second = book.seal(book.admit(("code", 0.0), ("chat", 0.0), ("", 0.0)))
+    ledger.train(1)
+    second = ledger.seal(ledger.admit(("code", 0.0), ("chat", 0.0), ("", 0.0)))
     everything = (1.0 + 2 * 0.0) / (3 + 2)
     assert list(second.values()) == pytest.approx([(2.0 + 2 * everything) / 4, everything, everything])
 
 
 def test_a_batch_sealed_ahead_counts_the_one_before_it_once() -> None:
-    book = Book(job())
-    one, two = book.admit(("code", 1.0), ("code", 1.0)), book.admit(("code", 0.0))
-    book.seal(one)
-    assert book.seal(two)[two[0]] > 0
-    book.add(
+    ledger = Ledger(job())
+    one, two = ledger.admit(("code", 1.0), ("code", 1.0)), ledger.admit(("code", 0.0))
+    ledger.seal(one)
+    assert ledger.seal(two)[two[0]] > 0
+    ledger.add(
         BatchRefused(
             writer_epoch=1, time=0, number=2, revision=1, bad=[], reason="r", redraw=False, min_version=0, deadline=0
         )
     )
-    assert book.seal(two)[two[0]] > 0
-    book.train(1)
-    book.train(2)
-    assert book.state.values["code"] == (0.5 * 2.0, 0.5 * 2 + 1)
+    assert ledger.seal(two)[two[0]] > 0
+    ledger.train(1)
+    ledger.train(2)
+    assert ledger.state.values["code"] == (0.5 * 2.0, 0.5 * 2 + 1)
 
 
 def test_a_refused_batch_leaves_no_trace_in_later_values() -> None:
-    book, apart = Book(job()), Book(job())
-    one, two = book.admit(("code", 1.0), ("code", 1.0)), book.admit(("code", -1.0))
-    book.seal(one)
-    book.seal(two)
-    book.add(
+    ledger, apart = Ledger(job()), Ledger(job())
+    one, two = ledger.admit(("code", 1.0), ("code", 1.0)), ledger.admit(("code", -1.0))
+    ledger.seal(one)
+    ledger.seal(two)
+    ledger.add(
         BatchRefused(
             writer_epoch=1, time=0, number=1, revision=1, bad=one[:1], reason="r", redraw=False, min_version=0,
             deadline=0,
         )
     )  # fmt: skip
-    book.seal(one[1:])
-    book.train(1)
-    book.train(2)
+    ledger.seal(one[1:])
+    ledger.train(1)
+    ledger.train(2)
     for number, rewards in enumerate([("code", 1.0), ("code", -1.0)], 1):
         apart.seal(apart.admit(rewards))
         apart.train(number)
-    assert book.state.values == apart.state.values
+    assert ledger.state.values == apart.state.values
 
 
 def test_a_fork_removes_the_rewards_of_rolled_back_batches() -> None:
-    book = Book(job())
+    ledger = Ledger(job())
     for reward in (1.0, -1.0):
-        book.seal(book.admit(("code", reward), ("chat", reward)))
-        book.train(book.state.next_number - 1)
-    after_one = Book(job())
+        ledger.seal(ledger.admit(("code", reward), ("chat", reward)))
+        ledger.train(ledger.state.next_number - 1)
+    after_one = Ledger(job())
     after_one.seal(after_one.admit(("code", 1.0), ("chat", 1.0)))
     after_one.train(1)
-    book.add(
+    ledger.add(
         LineageForked(
             writer_epoch=1, time=0, from_batch=2, version=9, digest="d", reason="r", trainer_epoch=1, min_version=0,
             deadline=0,
         )
     )  # fmt: skip
-    assert book.state.values == after_one.state.values
+    assert ledger.state.values == after_one.state.values
 
 
 @settings(max_examples=25)
@@ -159,15 +159,15 @@ def test_a_fork_removes_the_rewards_of_rolled_back_batches() -> None:
     )
 )  # fmt: skip
 def test_every_leader_and_every_audit_finds_the_same_values(batches: list[list[tuple[str, float]]]) -> None:
-    book = Book(job())
+    ledger = Ledger(job())
     for rewards in batches:
-        baselines = book.seal(book.admit(*rewards))
+        baselines = ledger.seal(ledger.admit(*rewards))
         assert all(-1 <= value <= 1 for value in baselines.values())
-        book.train(book.state.next_number - 1)
-    again = fold(decode_events(encode_events(book.events)))
-    assert again == book.state
-    _, state = decode_snapshot(encode_snapshot(book.state, job="j", seq=1, entry="e"), job="j")
-    assert state.values == book.state.values
+        ledger.train(ledger.state.next_number - 1)
+    again = fold(decode_events(encode_events(ledger.events)))
+    assert again == ledger.state
+    _, state = decode_snapshot(encode_snapshot(ledger.state, job="j", seq=1, entry="e"), job="j")
+    assert state.values == ledger.state.values
 
 
 def test_undeclared_kinds_share_one_bucket() -> None:

@@ -32,7 +32,7 @@ def rewarded(value: float = 1.0, name: str = "r1", **changes: Any) -> Feedback:
 
 
 def trained(items: list[Feedback], **online: Any) -> list[tuple[list[str], float, str]]:
-    """Return turns, return and reason of each trajectory of a closed episode with two turns."""
+    """Close an episode of two turns with ``items``; return (ids of turns, return, reason) of each trajectory."""
     matching, _ = settled(turns(), [*items, END], **online)
     matching.sweep(version=6, now=NOW + 6)
     return [
@@ -78,8 +78,8 @@ def test_without_declared_metrics_the_reward_is_awaited() -> None:
 
 
 def test_a_value_out_of_range_is_refused() -> None:
-    (fate,) = Matching(job()).on_feedback(1, rewarded(11.0), NOW)
-    assert (fate.status, fate.reason) == ("rejected", "out_of_range")
+    (one,) = Matching(job()).on_feedback(1, rewarded(11.0), NOW)
+    assert (one.status, one.reason) == ("rejected", "out_of_range")
 
 
 def test_unknown_metrics_do_not_count() -> None:
@@ -95,8 +95,8 @@ def test_the_funnel_has_the_mean_reward() -> None:
     funnel = Funnel(job())
     funnel.on_feedback([rewarded(0.5), rewarded(-1.0, "r2"), rewarded(99.0, "r3"), rating("l1", 1.0, metric="liked")])
     row = funnel.row()
-    assert row["online/said/reward"] == -0.25
-    assert "online/said/liked" not in row
+    assert row["online/metric/reward"] == -0.25
+    assert "online/metric/liked" not in row
 
 
 # -- what it is about -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which transport the coordinator chooses for each worker."""
+"""The transport that the coordinator chooses for each worker."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def beat(service: str, name: str, host: str, jobs: dict[str, dict[str, Any]]) ->
         ([], {"w": ("a", ALL)}, {}),
     ],
 )  # fmt: skip
-def test_each_worker_gets_the_fastest_way_that_both_ends_know(
+def test_each_worker_gets_the_fastest_transport_that_both_ends_support(
     trainer: list[str], workers: dict[str, tuple[str, list[str]]], chosen: dict[str, str]
 ) -> None:
     assert transports_of(JOB, members(trainer, workers), 1.0) == chosen
 
 
-def test_who_reads_the_memory_of_the_trainers_gpu_takes_weights_from_there() -> None:
+def test_workers_that_can_read_the_trainers_gpu_memory_take_weights_from_it() -> None:
     ways, devices = ["cuda_ipc", *ALL], {"t": ["GPU-0"], "own": ["GPU-0"], "peer": ["GPU-1", "GPU-0"]}
     devices |= {"stranger": ["GPU-2"], "cpu": [], "off": ["GPU-0"], "far": ["GPU-0"]}
     workers = dict.fromkeys(("own", "peer", "stranger", "cpu"), ("a", ways))
@@ -74,7 +74,7 @@ def test_who_reads_the_memory_of_the_trainers_gpu_takes_weights_from_there() -> 
     }  # fmt: skip
 
 
-def test_who_gives_no_sign_is_in_no_group() -> None:
+def test_a_worker_without_heartbeats_is_in_no_group() -> None:
     found = members(["shm", "tcp", "gloo"], {"x": ("b", ALL), "y": ("c", ALL)})
     later = 60.0
     for name, host in (("t", "a"), ("x", "b")):

@@ -36,7 +36,7 @@ def sealed(number: int, time: float) -> BatchSealed:
 
 
 class Watched:
-    """A job whose leader looks at it every second."""
+    """A job with one worker of each service, whose leader checks it when the test asks."""
 
     def __init__(self, state: LedgerState) -> None:
         self.run = JobRun(CONFIG, state, num_ordinals=None, writer_epoch=1)
@@ -49,7 +49,7 @@ class Watched:
             self.members.on_heartbeat(beat, 0.0)
 
     def at(self, now: float, blocked: Blocked | None = None) -> dict[str, dict[str, Any]]:
-        """Rows by id, after a look."""
+        """Check the job at ``now``; return the rows of its waits by id."""
         self.onsets.look(JOB, self.run, self.plan, now)
         rows = explain_waits(
             JOB, self.run, self.plan, self.members, clock=1.0, now=now, onsets=self.onsets, blocked=blocked
@@ -92,7 +92,7 @@ def test_a_fork_is_explained_until_an_update_follows() -> None:
     assert "version 3" not in Watched(state).at(10.0)
 
 
-def test_what_has_no_time_of_its_own_is_as_old_as_its_leader_saw_it() -> None:
+def test_a_wait_without_a_time_begins_when_the_leader_first_sees_it() -> None:
     job = Watched(LedgerState())
     assert job.at(10.0)["batch 0"]["age_s"] == 0.0
     assert job.at(14.0)["batch 0"] | {"waiting_for": ""} == {
@@ -108,7 +108,7 @@ def test_what_has_no_time_of_its_own_is_as_old_as_its_leader_saw_it() -> None:
     assert job.at(30.0)[JOB]["age_s"] == 0.0, "another pause"
 
 
-def test_room_and_a_best_checkpoint_age_each_for_itself() -> None:
+def test_waits_for_room_and_for_a_best_checkpoint_have_separate_ages() -> None:
     job = Watched(LedgerState(checkpoint=START))
     job.run.new_best = "best of eval/greedy"
     job.at(5.0)
@@ -119,7 +119,7 @@ def test_room_and_a_best_checkpoint_age_each_for_itself() -> None:
     assert {rows[id]["holder"] for id in (JOB, "checkpoint 0")} == {"trainer-7"}
 
 
-def test_what_the_leader_cannot_write_comes_first() -> None:
+def test_a_blocked_write_of_the_leader_comes_first() -> None:
     blocked = Blocked("an entry of the ledger", subjects.ledger(JOB), 100.0, "stream LEDGER is full")
     first = next(iter(Watched(LedgerState(checkpoint=START)).at(107.5, blocked).values()))
     assert first == {

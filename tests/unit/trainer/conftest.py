@@ -21,7 +21,7 @@ VOCAB = 48
 
 @pytest.fixture(autouse=True, scope="package")
 def one_thread() -> Any:
-    """Bit-identity is promised for a fixed thread count."""
+    """Run torch with one thread, since results are bit-identical for a fixed number of threads only."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,7 +30,7 @@ def one_thread() -> Any:
 
 @pytest.fixture
 def make_config() -> Callable[..., JobConfig]:
-    """A job with a 2-layer model of 40 thousand parameters; sections are merged."""
+    """Return a function that builds a job with a 2-layer model of 40 thousand parameters; it merges given sections."""
 
     def make(**sections: dict[str, Any]) -> JobConfig:
         architecture = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "max_position_embeddings": 64}
@@ -54,7 +54,7 @@ def make_config() -> Callable[..., JobConfig]:
 
 @pytest.fixture
 def make_teacher(tmp_path: Path, make_config: Callable[..., JobConfig]) -> Callable[..., str]:
-    """The directory of a larger model with the same tokens, or of one with ``changes`` to its ``model`` section."""
+    """Return a function that saves a larger model, with ``changes`` to its section of the job, and returns its path."""
 
     def make(**changes: Any) -> str:
         architecture = {"hidden_size": 48, "intermediate_size": 96, "num_layers": 3, "max_position_embeddings": 64}
@@ -70,7 +70,7 @@ def make_teacher(tmp_path: Path, make_config: Callable[..., JobConfig]) -> Calla
 
 @pytest.fixture
 def make_group() -> Callable[..., Group]:
-    """A group of given rewards; tokens and lengths are random, behaviour log-probs close to those of a fresh model."""
+    """Return a function that builds a group of given rewards; its log-probs are close to those of a fresh model."""
 
     def make(
         ordinal: int,
@@ -108,7 +108,7 @@ def make_group() -> Callable[..., Group]:
 
 @pytest.fixture
 def ragged_batches(make_group: Callable[..., Group]) -> Callable[[int], list[list[Group]]]:
-    """Batches of ragged groups; failures, masked tokens, and more work for one rank than for another."""
+    """Return a function that builds batches of ragged groups: failures, masked tokens, and uneven work for ranks."""
 
     def make(number: int) -> list[list[Group]]:
         return [
@@ -124,7 +124,7 @@ def ragged_batches(make_group: Callable[..., Group]) -> Callable[[int], list[lis
 
 @pytest.fixture
 def batch(make_group: Callable[..., Group]) -> list[Group]:
-    """Four groups: mixed rewards, a failed trajectory, tokens the policy did not choose, and one without signal."""
+    """Return four groups: mixed rewards, a failed trajectory, masked tokens, and one without signal."""
     return [
         make_group(0, [1, 0, 0, 1]),
         make_group(1, [0, 2, 0.5, 0], failed=[1]),

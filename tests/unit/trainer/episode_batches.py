@@ -21,14 +21,14 @@ OPTIMIZER = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
 
 
 def spec_of(**keys: Any) -> EnvSpec:
-    """Continuous actions of two dimensions, or what ``keys`` say."""
-    facts: dict[str, Any] = {
+    """Return the spec of an environment with continuous actions of two dimensions; ``keys`` replace fields."""
+    fields: dict[str, Any] = {
         "env_id": "Reach", "backend": "gymnasium", "num_envs": 1, "max_episode_steps": 20, "has_success": True,
         "observations": {"state": ArraySpec((3,), "float64"), "goal": ArraySpec((1, 2), "float32")},
         "action_shape": (2,), "action_dtype": "float32", "num_actions": None, "versions": {},
         "action_low": [-1.0, -2.0], "action_high": [1.0, 2.0],
     }  # fmt: skip
-    return EnvSpec(**facts | keys)
+    return EnvSpec(**fields | keys)
 
 
 DISCRETE = spec_of(action_shape=(), action_dtype="int64", num_actions=4, action_low=[], action_high=[])
@@ -37,7 +37,7 @@ DISCRETE = spec_of(action_shape=(), action_dtype="int64", num_actions=4, action_
 def job_of(
     algorithm: Mapping[str, Any] | None = None, policy: Mapping[str, Any] | None = None, **train: Any
 ) -> EmbodiedJob:
-    """A job with small networks; ``algorithm`` and ``policy`` change the sections."""
+    """Return a job with small networks; ``algorithm`` and ``policy`` change keys of their sections."""
     chosen = {"type": "ppo", **(algorithm or {})}
     kind = {"squashed": "sac"}.get(str((policy or {}).get("type")), chosen["type"])
     sections: dict[str, dict[str, Any]] = {
@@ -77,13 +77,15 @@ def group_of(
     seed: int = 0,
     image: tuple[int, int, int] | None = None,
 ) -> EpisodeGroup:
-    """Random observations, and what ``policy`` did; the last decision of every second episode is not executed whole.
+    """Return a group of episodes in which ``policy`` decides on random observations.
+
+    The last decision of every second episode is executed in part only.
 
     Args:
-        lengths: decisions of each episode.
-        scale: of the rewards.
-        terminated: episodes that ended with their task; the others are cut off.
-        image: shape of an image that is observed, too.
+        lengths: numbers of decisions of the episodes.
+        scale: standard deviation of the rewards.
+        terminated: indices of episodes that ended with their task; the others are cut off.
+        image: shape of an additional image observation.
     """
     rng = np.random.default_rng([seed, ordinal])
     count, size, (chunk, _) = sum(lengths), len(lengths), policy.noise_shape
@@ -97,13 +99,13 @@ def group_of(
     valid[cuts[1::2] - 1] = max(1, chunk - 1)
     executed = np.arange(chunk) < valid[:, None]
     rewards = np.where(executed, scale * rng.standard_normal((count, chunk)), 0).astype(np.float32)
-    over = {name: np.zeros((count, chunk), np.bool_) for name in ("terminated", "truncated")}
+    ends = {name: np.zeros((count, chunk), np.bool_) for name in ("terminated", "truncated")}
     for episode, end in enumerate(cuts[1:]):
-        over["terminated" if episode in terminated else "truncated"][end - 1, valid[end - 1] - 1] = True
+        ends["terminated" if episode in terminated else "truncated"][end - 1, valid[end - 1] - 1] = True
     return EpisodeGroup(
         job="job_1", draw=Draw(ordinal), attempt="a", epoch=1, cu_seqlens=cuts, observations=observations,
         final_observations=_observations(rng, size, image), actions=drawn.actions_NCA.numpy(),
-        logprobs=drawn.logprobs_NCA.numpy(), valid=valid, rewards=rewards, **over,
+        logprobs=drawn.logprobs_NCA.numpy(), valid=valid, rewards=rewards, **ends,
         returns=np.add.reduceat(rewards.sum(1), cuts[:-1]).astype(np.float32),
         succeeded=np.isin(np.arange(size), succeeded), solved_at_end=np.isin(np.arange(size), succeeded),
         failed=np.isin(np.arange(size), failed), reset_id=ordinal, state_hashes=np.full(size, 7, np.uint64),
@@ -112,7 +114,7 @@ def group_of(
 
 
 def columns_of(policy: EpisodePolicy, ordinal: int, **keys: Any) -> EpisodeColumns:
-    """Of one group."""
+    """Return the columns of a group that ``group_of`` builds."""
     return episode_columns([group_of(policy, ordinal, **keys)])
 
 

@@ -1,4 +1,4 @@
-"""Training an adapter: what changes and what stays, checkpoints with and without the weights under it, export."""
+"""Training of an adapter: what changes and what stays, checkpoints with and without the base weights, export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Job = Callable[..., JobConfig]
 
 @pytest.fixture
 def lora(make_config: Callable[..., JobConfig]) -> Job:
-    """A job with an adapter on random weights."""
+    """Return a function that builds a job with an adapter on random weights."""
 
     def make(*, model: dict[str, Any] | None = None, lora: dict[str, Any] | None = None, **sections: Any) -> JobConfig:
         chosen = model or {"config": ARCHITECTURE}
@@ -42,7 +42,7 @@ def lora(make_config: Callable[..., JobConfig]) -> Job:
 
 @pytest.fixture
 def on_disk(lora: Job, tmp_path: Path) -> Job:
-    """A job with an adapter on a model directory."""
+    """Return a function that builds a job with an adapter on a model directory."""
     config = ModelConfig(config=ARCHITECTURE, tokenizer="char")
     tokenizer = build_tokenizer(config)
     build_model(config, len(tokenizer), seed=1).save_pretrained(tmp_path / "base")
@@ -71,8 +71,8 @@ def test_an_update_changes_the_adapter_and_nothing_else(lora: Job, batch: list[G
     learner = Learner(lora())
     base, adapter, merged = copies(learner.frozen()), copies(learner.weights()), whole(learner)
     assert all(torch.equal(base[name], merged[name]) for name in base), "a new adapter adds nothing"
-    facts = update(learner, batch)
-    assert facts["optimizer/grad_norm"] > 0
+    metrics = update(learner, batch)
+    assert metrics["optimizer/grad_norm"] > 0
     assert all(torch.equal(base[name], tensor) for name, tensor in learner.frozen())
     assert any(not torch.equal(adapter[name], tensor) for name, tensor in learner.weights())
     moved = {name for name, tensor in whole(learner).items() if not torch.equal(base[name], tensor)}
@@ -103,12 +103,12 @@ def test_a_warm_start_trains_the_base_before_the_adapter(lora: Job, batch: list[
     warm = copies(learner.frozen())
     assert any(not torch.equal(before[name], warm[name]) for name in warm)
     merged = whole(learner)
-    assert all(torch.equal(warm[name], merged[name]) for name in warm), "the adapter has not begun"
+    assert all(torch.equal(warm[name], merged[name]) for name in warm), "the adapter is untrained"
     assert update(learner, batch)["policy/kl_ref"] == 0, "the reference is the warm policy"
     assert all(torch.equal(warm[name], tensor) for name, tensor in learner.frozen())
 
 
-def test_what_is_published(lora: Job, batch: list[Group]) -> None:
+def test_adapters_or_merged_weights_are_published(lora: Job, batch: list[Group]) -> None:
     adapters, merged = Learner(lora()), Learner(lora(lora={"publish": "merged"}))
     for learner in (adapters, merged):
         update(learner, batch)
@@ -209,10 +209,10 @@ def test_bfloat16_adapters_have_float32_masters(lora: Job, batch: list[Group]) -
     assert len(masters) == len(list(learner.weights()))
 
 
-def test_experts_stay_under_the_adapter(lora: Job, batch: list[Group]) -> None:
+def test_experts_get_no_adapter(lora: Job, batch: list[Group]) -> None:
     architecture = {**ARCHITECTURE, "arch": "qwen3_moe", "experts": {"number": 4, "per_token": 2}}
     learner = Learner(lora(model={"config": architecture}))
-    facts = update(learner, batch)
-    assert facts["optimizer/grad_norm"] > 0
-    assert facts["moe/load_max"] >= 1
+    metrics = update(learner, batch)
+    assert metrics["optimizer/grad_norm"] > 0
+    assert metrics["moe/load_max"] >= 1
     assert all("self_attn" in name for name, _ in learner.weights())

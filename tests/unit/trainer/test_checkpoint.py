@@ -1,4 +1,4 @@
-"""A checkpoint is complete or does not exist; what it holds continues a run bit for bit."""
+"""A checkpoint is complete or does not exist, and a run continues from it bit for bit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def small_state(value: float = 1.0) -> LearnerState:
 
 
 class Crash(BaseException):
-    """The process ends here: nobody clears up."""
+    """Stand-in for the end of the process, after which no handler cleans up."""
 
 
 def numbers(root: Path) -> list[int]:
@@ -71,7 +71,7 @@ def test_save_load_continue_equals_uninterrupted(
 
     resumed = Learner(config)
     loaded = load_checkpoint(path)
-    torch.rand(5)  # the generator of this process stands elsewhere
+    torch.rand(5)  # the generator of this process is in another state
     resumed.load_state(loaded.state)
     assert torch.equal(torch.get_rng_state(), loaded.state.models["policy"].rng["cpu"])
     metrics = [resumed.update(BatchShard.whole(batches[step]), update_index=step) for step in range(loaded.number, 6)]
@@ -82,7 +82,7 @@ def test_save_load_continue_equals_uninterrupted(
         }
 
 
-def test_it_is_a_model_directory(tmp_path: Path, make_config: Config) -> None:
+def test_a_checkpoint_is_a_model_directory(tmp_path: Path, make_config: Config) -> None:
     learner = Learner(make_config())
     path = save_checkpoint(tmp_path, "job_1", 0, learner.state(), {})
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -95,7 +95,7 @@ def test_it_is_a_model_directory(tmp_path: Path, make_config: Config) -> None:
     assert json.loads((path / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
-def test_manifest_holds_facts_and_pins(tmp_path: Path, make_config: Config) -> None:
+def test_the_manifest_holds_metadata_and_the_environment(tmp_path: Path, make_config: Config) -> None:
     learner = Learner(make_config())
     path = save_checkpoint(tmp_path, "job_1", 7, learner.state(), {"version": 9, "epoch": 2})
     loaded = load_checkpoint(path)
@@ -123,8 +123,10 @@ def crash_points() -> list[str]:
 
 
 @pytest.mark.parametrize("point", crash_points())
-def test_a_crash_leaves_nothing_that_is_picked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
-    """The disk fails at one operation after another; what lies there then is what a crash would leave."""
+def test_a_crash_leaves_no_partial_checkpoint_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """Each operation on the disk fails once; the files left behind are those that a crash would leave."""
     fail_at(tmp_path, monkeypatch, point, Crash())
     assert numbers(tmp_path) == [1]
     assert len(list((tmp_path / "job_1").iterdir())) == 2, "something was left behind"
@@ -135,11 +137,11 @@ def test_a_crash_leaves_nothing_that_is_picked(tmp_path: Path, monkeypatch: pyte
     save_checkpoint(tmp_path, "job_1", 2, small_state(2.0), {})
     assert numbers(tmp_path) == [1, 2]
     retain(tmp_path, "job_1", recorded=2, keep=5)
-    assert len(list((tmp_path / "job_1").iterdir())) == 3, "two checkpoints, and what is not ours"
+    assert len(list((tmp_path / "job_1").iterdir())) == 3, "two checkpoints, and the directory of another owner"
 
 
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every file and its directory are synced, then comes the name, then the marker, each synced with its directory."""
+    """The files and their directory are synced before the rename to the final name; the marker follows, also synced."""
     done: list[tuple[str, str]] = []
     sync, rename = os.fsync, Path.rename
 
@@ -163,13 +165,13 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypa
     assert done[named + 1 :] == [("sync", "."), ("sync", marker), ("rename", "COMMIT"), ("sync", path.name)]
 
 
-def test_what_could_not_be_written_takes_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_could_not_be_written_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(tmp_path, monkeypatch, "fsync 3", OSError(28, "No space left on device"))
     assert [path.name[:9] for path in (tmp_path / "job_1").iterdir()] == ["00000001-"]
 
 
 def fail_at(root: Path, monkeypatch: pytest.MonkeyPatch, point: str, error: BaseException) -> None:
-    """Checkpoint 1, and one that fails at ``point``."""
+    """Save checkpoint 1, then try to save checkpoint 2, which fails at ``point``."""
     save_checkpoint(root, "job_1", 1, small_state(), {})
     name, _, count = point.partition(" ")
     owner: Any = os if name == "fsync" else Path
@@ -199,7 +201,7 @@ def test_damage_is_found(tmp_path: Path, name: str, damage: str) -> None:
         load_checkpoint(path)
 
 
-def test_without_marker_or_with_another_manifest_it_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_without_marker_or_with_another_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, "job_1", 1, small_state(), {"version": 1})
     manifest = (path / module.MANIFEST).read_text()
     (path / module.MANIFEST).write_text(manifest.replace('"version": 1', '"version": 2'))
@@ -211,7 +213,7 @@ def test_without_marker_or_with_another_manifest_it_is_no_checkpoint(tmp_path: P
         load_checkpoint(path)
 
 
-def test_a_checkpoint_of_another_build_is_not_guessed_at(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_schema_is_refused(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, "job_1", 1, small_state(), {})
     manifest = (path / module.MANIFEST).read_text()
     later = manifest.replace(f'"schema": {module.SCHEMA}', f'"schema": {module.SCHEMA + 1}')
@@ -249,13 +251,13 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, make_config: C
         with_reference.load_state(learner.state())
 
 
-def test_no_checkpoint_no_list(tmp_path: Path) -> None:
+def test_no_checkpoints_are_an_empty_list(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path, "job_1") == []
     assert retain(tmp_path, "job_1", recorded=0, keep=1) == []
 
 
 def state_with_rows(rows: int, *, changed: slice = slice(0)) -> LearnerState:
-    """A state with two columns of so many rows, some of them different; 36 bytes a row."""
+    """Return a state with two columns of ``rows`` rows, 36 bytes a row in all; the rows ``changed`` differ."""
     wide = torch.arange(8.0 * rows).view(rows, 8)
     wide[changed] = -1
     rule = {"buffer.wide": wide, "buffer.narrow": torch.arange(rows, dtype=torch.int32), "critic": torch.ones(3)}
@@ -263,7 +265,7 @@ def state_with_rows(rows: int, *, changed: slice = slice(0)) -> LearnerState:
 
 
 def shards(path: Path) -> dict[str, int]:
-    """The shards of a checkpoint, and the files behind their names."""
+    """Return the names of the shards of a checkpoint with their inodes."""
     return {one.name[:5]: one.stat().st_ino for one in sorted((path / "replay").iterdir())}
 
 
@@ -274,7 +276,7 @@ def assert_rule(path: Path, state: LearnerState) -> None:
 
 
 def test_only_the_rows_that_are_new_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten rows in a shard: a buffer that grows writes its last shard, one that has come round the changed one."""
+    """With ten rows per shard, a growing buffer writes its last shards, and a full one the shard that changed."""
     monkeypatch.setattr(replay_shards, "SHARD_BYTES", 360)
     first, second, third = state_with_rows(25), state_with_rows(38), state_with_rows(38, changed=slice(12, 14))
     paths = [save_checkpoint(tmp_path, "job_1", n, state, {}) for n, state in enumerate((first, second, third))]
@@ -291,7 +293,7 @@ def test_only_the_rows_that_are_new_are_written(tmp_path: Path, monkeypatch: pyt
     assert_rule(paths[2], third)
 
 
-def test_where_files_cannot_have_two_names_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_hard_links_all_rows_are_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError("no links here")
 
@@ -302,7 +304,7 @@ def test_where_files_cannot_have_two_names_rows_are_written(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("rows", [0, 1])
-def test_a_buffer_with_hardly_anything_in_it_is_kept(tmp_path: Path, rows: int) -> None:
+def test_a_buffer_of_at_most_one_row_is_stored(tmp_path: Path, rows: int) -> None:
     state = state_with_rows(rows)
     assert_rule(save_checkpoint(tmp_path, "job_1", 0, state, {}), state)
 

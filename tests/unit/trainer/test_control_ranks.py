@@ -54,7 +54,7 @@ def train_all(world: World) -> list[Run]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_ranks_agree(ranks: Any) -> None:
-    """Batches that do not divide by the number of ranks."""
+    """The batches do not divide evenly among the ranks."""
     alone = [trained(name, Alone()) for name in JOBS]
     first, second = ranks.run(2, train_all)
     for (metrics, state), (expected, own), (_, other) in zip(first, alone, second, strict=True):

@@ -1,4 +1,4 @@
-"""A learner counts completions that were cut off as wrong ones, as none for the loss, or as none at all."""
+"""A learner counts cut-off completions as wrong, leaves them out of the loss, or leaves them out of their group."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from penstock.shared.protocol.trajectory import Group
 Config = Callable[..., JobConfig]
 
 PROMPT, TERSE, SIZE, LIMIT = [5, 6, 7], 24, 8, 16
-"""A token below TERSE is a right answer; any other begins a completion that goes on to the limit."""
+"""A first token below TERSE is a right answer; any other begins a completion that runs up to the limit."""
 
 
 def answers(learner: Learner) -> torch.Tensor:
-    """Log-probs of the first token."""
+    """Return the log-probs of the first token of an answer."""
     with torch.no_grad():
         return torch.log_softmax(learner.model(input_ids=torch.tensor([PROMPT])).logits[0, -1].float() / 0.7, -1)
 
 
 def sampled(learner: Learner, ordinal: int, *, cut_off_fails: bool) -> Group:
-    """Only the first token of a completion is the policy's choice; those that are cut off have earned nothing."""
+    """Sample completions; only the first token is the policy's choice, and those that are cut off earn nothing."""
     logprobs = answers(learner)
     tokens = torch.multinomial(logprobs.exp(), SIZE, replacement=True, generator=torch.Generator().manual_seed(ordinal))
     terse = (tokens < TERSE).numpy()
@@ -45,7 +45,7 @@ def sampled(learner: Learner, ordinal: int, *, cut_off_fails: bool) -> Group:
 
 
 def learnt(make_config: Config, *, cut_off_fails: bool = False, **algorithm: Any) -> tuple[float, float, float]:
-    """Probability of an answer before and after 8 updates, and groups without signal in the first one."""
+    """Train 8 updates; return P(answer) before and after them, and the groups without signal in the first."""
     config = make_config(
         algorithm={"group_size": SIZE, **algorithm}, optimizer={"learning_rate": 3e-3, "weight_decay": 0.0},
         train={"batch_size": 2 * SIZE},

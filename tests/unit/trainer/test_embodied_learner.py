@@ -69,7 +69,7 @@ def test_save_load_continue_equals_uninterrupted(tmp_path: Path, algorithm: str,
 
 @pytest.mark.parametrize(("algorithm", "policy"), KINDS)
 def test_published_weights_act_as_the_trained_policy(algorithm: str, policy: str) -> None:
-    """A rollout worker that loads them decides the same, with the statistics of this version."""
+    """A rollout worker that loads the weights decides the same, with the observation statistics of their version."""
     learner = learner_of(algorithm, policy)
     batch = shard(learner, 0)
     learner.update(batch, update_index=0)
@@ -89,7 +89,7 @@ def test_published_weights_act_as_the_trained_policy(algorithm: str, policy: str
 
 
 def test_statistics_take_in_a_batch_after_it_was_trained() -> None:
-    """A version is trained with the statistics that it acted on: ratios are 1 before the first step of every update."""
+    """An update uses the observation statistics with which its version acted, so ratios are 1 before the first step."""
     learner = learner_of()
     seen: list[np.ndarray[Any, Any]] = []
     for index in range(3):
@@ -105,7 +105,7 @@ def test_statistics_take_in_a_batch_after_it_was_trained() -> None:
     np.testing.assert_allclose(weights["normaliser.squares_O"][:3] / len(every), every.var(0), rtol=1e-12)
 
 
-def test_what_a_batch_was_like_is_reported() -> None:
+def test_statistics_of_a_batch_are_reported() -> None:
     learner = learner_of("grpo", "gaussian")
     batch = shard(learner, 0, lengths=(5, 3, 2), failed=(2,))
     report = learner.update(batch, update_index=0)
@@ -202,14 +202,14 @@ def test_a_checkpoint_describes_its_policy_and_is_no_hugging_face_model(tmp_path
         export(path, tmp_path / "target")
 
 
-def test_a_replay_elsewhere_compares_what_is_trained_and_knows_the_number_of_ranks() -> None:
+def test_a_replay_compares_trained_parameters_and_records_the_number_of_ranks() -> None:
     learner = learner_of()
     assert learner.environment()["ranks"] == "1"
     assert set(copy_weights(learner)) == {name for name, _ in learner.policy.named_parameters()}
     assert {"normaliser.count", "normaliser.mean_O", "normaliser.squares_O"} < dict(learner.weights()).keys()
 
 
-def test_a_learner_needs_the_facts_of_the_simulator() -> None:
+def test_a_learner_needs_the_description_of_the_simulator() -> None:
     with pytest.raises(ConfigError, match="simulator 'Reach' was not described"):
         open_learner(job_of())
     assert isinstance(open_learner(job_of(), simulator=spec_of()), EmbodiedLearner)

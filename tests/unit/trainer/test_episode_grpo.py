@@ -37,7 +37,7 @@ def moments_of(rule: EpisodeGRPORule) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
 @pytest.mark.parametrize("scale", [False, True])
 def test_the_first_gradient_is_that_of_group_advantages(kind: str, *, scale: bool) -> None:
-    """Mean over all decisions, long episodes count more; the failed episode is in no statistic."""
+    """The loss is a mean over all decisions, so long episodes count more; the failed episode is in no statistic."""
     policy = policy_of(kind)
     rule = rule_of(policy, epochs=1, minibatches=1, scale_by_std=scale)
     groups = [
@@ -64,7 +64,7 @@ def test_the_first_gradient_is_that_of_group_advantages(kind: str, *, scale: boo
 
 
 def test_a_group_of_equal_returns_teaches_nothing() -> None:
-    """Neither does one with a single episode that did not fail; decay is off."""
+    """A group with only one episode that did not fail teaches nothing either; weight decay is off."""
     policy = policy_of()
     rule = rule_of(policy, entropy_coef=0.0)
     before = {name: tensor.clone() for name, tensor in policy.state_dict().items()}

@@ -35,7 +35,7 @@ def rule_of(
 
 
 def value_of(rule: EpisodePPORule, policy: EpisodePolicy, observations: dict[str, Any]) -> Tensor:
-    """The value network of ``rule``, from its state."""
+    """Return the values of ``observations`` by the value network of ``rule``."""
     network = ValueNetwork(policy.encoder.another(), [16])
     names = [f"value.{name}" for name, _ in network.named_parameters()]
     network.load_state_dict({name.removeprefix("value."): rule.state()[name] for name in names})
@@ -73,9 +73,9 @@ def test_resume_is_exact(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["gaussian", "tokens"])
 def test_the_first_gradient_is_the_policy_gradient(kind: str) -> None:
-    """At ratio 1; Adam's first moment after one step is a tenth of the gradient, which was not clipped.
+    """At ratio 1, Adam's first moment after one step is a tenth of the unclipped policy gradient.
 
-    A decision counts with the sum of the rewards and log-probs of the actions that were executed.
+    Each decision counts with the sum of the rewards and log-probs of its executed actions.
     """
     policy = policy_of(kind)
     loose = {"learning_rate": 1e-3, "max_grad_norm": 1e6}
@@ -100,7 +100,7 @@ def test_the_first_gradient_is_the_policy_gradient(kind: str) -> None:
 
 
 def test_actions_that_were_not_executed_teach_nothing() -> None:
-    """Whatever stands in their place, log-probs included, the weights come out the same."""
+    """The weights do not depend on the actions and log-probs stored for actions that were not executed."""
     states = []
     for number in (0.0, 3.0):
         policy = policy_of()
@@ -114,8 +114,8 @@ def test_actions_that_were_not_executed_teach_nothing() -> None:
     assert_same(*states)
 
 
-def test_what_was_cut_off_bootstraps_and_what_ended_does_not() -> None:
-    """Two equal episodes but for their end: only the value of the last observation tells their returns apart."""
+def test_a_cut_off_episode_bootstraps_and_a_terminated_one_does_not() -> None:
+    """The episodes differ in their end only, so only the value of the last observation separates their returns."""
     returns = {}
     for terminated in (False, True):
         policy = policy_of()
@@ -129,7 +129,7 @@ def test_what_was_cut_off_bootstraps_and_what_ended_does_not() -> None:
 
 
 def test_advantages_are_normalised_over_the_whole_batch() -> None:
-    """Rewards a hundred times as large and shifted teach the policy the same, for a value network that says 0."""
+    """With a value network that returns 0, scaled and shifted rewards give the policy the same update."""
     states = []
     for scale, shift in ((1.0, 0.0), (100.0, 50.0)):
         policy = policy_of()
@@ -163,7 +163,7 @@ def test_a_batch_of_fewer_decisions_than_minibatches_makes_fewer_steps() -> None
 
 
 def test_value_clip_bounds_a_step() -> None:
-    """Returns far away: a value that has moved by the clip has no gradient left, so repeated epochs stop moving it."""
+    """Returns are far away; a value that has moved by the clip gets no gradient, so further epochs do not move it."""
     moved = {}
     for clip in (None, 0.05):
         policy = policy_of()
@@ -186,8 +186,8 @@ def test_the_entropy_bonus_widens_the_policy() -> None:
     assert deviations[1.0] > deviations[0.0] + 0.01
 
 
-def test_mismatch_tells_of_log_probs_that_are_not_the_policys() -> None:
-    """All numbers of executed actions are off by 0.1; k3 of that is ``exp(0.1) - 1.1`` in the one direction."""
+def test_mismatch_measures_log_probs_that_are_not_the_policys() -> None:
+    """All recorded log-probs are 0.1 too low; k3 of that difference is ``exp(0.1) - 1.1``."""
     policy = policy_of()
     batch = columns_of(policy, 0)
     report = rule_of(policy, epochs=3).update(replace(batch, logprobs_NCA=batch.logprobs_NCA - 0.1), update_index=0)
@@ -195,8 +195,8 @@ def test_mismatch_tells_of_log_probs_that_are_not_the_policys() -> None:
     assert report["mismatch/kl"] == pytest.approx(np.exp(0.1) - 1.1, rel=1e-3)
 
 
-def test_steps_that_are_not_finite() -> None:
-    """Rewards whose square is no float32 leave the policy's advantages finite, but not the value network's loss."""
+def test_a_value_loss_that_is_not_finite_pauses_or_is_skipped() -> None:
+    """Squares of the rewards overflow float32: the policy's advantages stay finite, the loss of the values does not."""
     first, second = policy_of(), policy_of()
     pausing, skipping = rule_of(first), rule_of(second, on_nonfinite="skip")
     batch = columns_of(first, 0, scale=1e30)

@@ -1,4 +1,4 @@
-"""A model cut over ranks is the same model: the same losses, log-probs and weights, through crashes, on any number.
+"""A model sharded over ranks is the same model: equal losses, log-probs and weights, also after crashes.
 
 Bounds. Float32: ranks add the same gradients in another order, and their norm in float64: some ulp, which Adam with eps
 1e-3 and learning rate 1e-2 passes on at most tenfold. bfloat16: 8 bits of mantissa in every activation.
@@ -51,13 +51,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"algorithm": {"group_size": 4}, "model": {"dtype": "bfloat16"}, "optimizer": {"learning_rate": 1e-3}},
 }
 BOUNDS = {"bfloat16": 2e-2}
-"""Of weights after all updates; float32: 1e-5."""
+"""Bound on differences of weights after all updates; 1e-5 for float32."""
 
 
 def train(
     rank: Any, config: JobConfig, batches: Batches, *, first: int = 0, load: Path | None = None
 ) -> tuple[Learner, list[dict[str, float]]]:
-    """Updates ``first`` and later on one rank of many."""
+    """Train ``batches`` as the updates from ``first`` on; return the learner and the metrics of each update."""
     learner = Learner(config, collective=rank)
     if load is not None:
         verify_share(load, rank=rank.rank, ranks=rank.size)
@@ -73,7 +73,7 @@ def train(
 
 
 def outcome(learner: Learner, metrics: list[dict[str, float]]) -> Run:
-    """Results that can be compared."""
+    """Return metrics, weights and first moments as arrays that tests can compare."""
     weights = {name: tensor.float().clone().numpy() for name, tensor in learner.weights()}
     policy = learner.state().models["policy"]
     moments = {key: whole(t).numpy() for key, t in policy.optimizer.items() if key.startswith("exp_avg.")}
@@ -81,17 +81,17 @@ def outcome(learner: Learner, metrics: list[dict[str, float]]) -> Run:
 
 
 def whole(tensor: Any) -> torch.Tensor:
-    """Gathered where it is cut."""
+    """Return ``tensor``, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def train_all(world: World, cases: dict[str, tuple[JobConfig, Batches]]) -> dict[str, Run]:
-    """Every case, one after another."""
+    """Train every case, one after another; return the results by name."""
     return {name: outcome(*train(world.everybody, config, data)) for name, (config, data) in cases.items()}
 
 
 def train_and_save(world: World, config: JobConfig, batches: Batches, load: Path | None, root: Path) -> Run:
-    """A part of a run that begins and ends with a checkpoint."""
+    """Train ``batches`` from checkpoint ``load``, if any, and save a checkpoint at the end; return the results."""
     first = 0 if load is None else load_checkpoint(load).number
     learner, metrics = train(world.everybody, config, batches, first=first, load=load)
     state, number = learner.state(), first + len(batches)
@@ -103,7 +103,7 @@ def train_and_save(world: World, config: JobConfig, batches: Batches, load: Path
 
 
 def load_damaged(world: World, config: JobConfig, path: Path) -> str:
-    """This rank's opinion of a checkpoint."""
+    """Return why this rank refuses the checkpoint, or '' if it accepts it."""
     learner, place = Learner(config, collective=world.everybody), world.place
     try:
         verify_share(path, rank=place.rank, ranks=place.size)
@@ -116,18 +116,18 @@ def load_damaged(world: World, config: JobConfig, path: Path) -> str:
 
 @pytest.fixture
 def batches(ragged_batches: Callable[[int], Batches]) -> Batches:
-    """One more than what is trained without a break."""
+    """Return one batch more than `test_ranks_train_the_same_policy` uses."""
     return ragged_batches(UPDATES + 1)
 
 
-def differences(mine: Run, theirs: Run) -> dict[str, float]:
-    """Largest absolute differences."""
+def differences(ours: Run, theirs: Run) -> dict[str, float]:
+    """Return the largest absolute differences between two runs, by quantity."""
     found = {
-        "weights": max(np.abs(mine[1][name] - theirs[1][name]).max() for name in theirs[1]),
-        "moments": max(np.abs(mine[2][name] - theirs[2][name]).max() for name in theirs[2]),
+        "weights": max(np.abs(ours[1][name] - theirs[1][name]).max() for name in theirs[1]),
+        "moments": max(np.abs(ours[2][name] - theirs[2][name]).max() for name in theirs[2]),
     }
     for key in ("loss/total", "policy/entropy", "policy/approx_kl", "optimizer/grad_norm", "mismatch/logprob"):
-        found[key] = max(abs(a[key] - b[key]) for a, b in zip(mine[0], theirs[0], strict=True) if key in b)
+        found[key] = max(abs(a[key] - b[key]) for a, b in zip(ours[0], theirs[0], strict=True) if key in b)
     return found
 
 
@@ -196,8 +196,8 @@ def test_crash_and_resume_on_other_numbers_of_ranks(
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    said = ranks.run(2, load_damaged, config, path)
-    (message,) = [message for message in said if message]
+    errors = ranks.run(2, load_damaged, config, path)
+    (message,) = [message for message in errors if message]
     assert message == f"{shard} was changed after the checkpoint was written: use another checkpoint"
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp was changed"):
         load_checkpoint(path)
@@ -207,8 +207,8 @@ def test_crash_and_resume_on_other_numbers_of_ranks(
 
 
 def save_thrice(world: World, config: JobConfig, root: Path) -> list[str]:
-    """This rank's opinions of three checkpoints; something is in the way of the first."""
-    state, said = Learner(config, collective=world.everybody).state(), []
+    """Save three checkpoints, the first of which a file in the way prevents; return each error of this rank, or ''."""
+    state, errors = Learner(config, collective=world.everybody).state(), []
     for attempt in range(3):
         if world.place.rank == 0 and attempt == 0:
             root.write_text("in the way")
@@ -221,17 +221,17 @@ def save_thrice(world: World, config: JobConfig, root: Path) -> list[str]:
             else:
                 help_save(root, "job_1", attempt, state, token=f"t{attempt}", ranks=world.checkpoints)
         except CheckpointError as error:
-            said.append(str(error))
+            errors.append(str(error))
         else:
-            said.append("")
-    return said
+            errors.append("")
+    return errors
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_fails_on_one_rank_is_over_for_all(ranks: Any, make_config: Config, tmp_path: Path) -> None:
-    for said in ranks.run(2, save_thrice, make_config(**FSDP), tmp_path / "checkpoints"):
-        assert "rank 0 cannot begin a checkpoint" in said[0]
-        assert said[1:] == ["", ""]
+def test_a_checkpoint_that_fails_on_one_rank_fails_on_all(ranks: Any, make_config: Config, tmp_path: Path) -> None:
+    for errors in ranks.run(2, save_thrice, make_config(**FSDP), tmp_path / "checkpoints"):
+        assert "rank 0 cannot begin a checkpoint" in errors[0]
+        assert errors[1:] == ["", ""]
     assert [stored.manifest.number for stored in list_checkpoints(tmp_path / "checkpoints", "job_1")] == [1, 2]
 
 
@@ -248,7 +248,7 @@ def test_the_table_of_shards_names_its_own_types_only(tmp_path: Path, module: st
     from penstock.services.trainer.checkpoint.sharded_tensors import METADATA, shard_table
 
     strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
-    call = b"\x8c\x04true\x85R."  # of whatever the two names give, with "true"
+    call = b"\x8c\x04true\x85R."  # a call of the object that the two names give, with "true"
     (tmp_path / METADATA).write_bytes(b"\x80\x04" + strings + b"\x93" + call)
     with pytest.raises(CheckpointError, match=f"'{module}.{name}' has no place in a table of tensors"):
         shard_table(tmp_path)

@@ -1,4 +1,4 @@
-"""Adapters and mixtures of experts cut over ranks train as in one process, and every backend reads their checkpoints.
+"""Adapters and experts sharded over ranks train as in one process, and every backend reads their checkpoints.
 
 Bounds. Float32, six AdamW steps with learning rate and eps 1e-3: ranks add the same gradients in another order, and a
 step passes on at most lr / eps = 1 times an absolute error; first moments show the gradients themselves. bfloat16: 8
@@ -60,7 +60,7 @@ SPARSE = {**SIZES, "arch": "qwen3_moe", "intermediate_size": 32, "experts": {"nu
 FSDP = {"type": "fsdp"}
 FRUGAL = {"type": "fsdp", "activation_checkpointing": True, "cpu_offload": True}
 ROWS = [Demonstration(p, a, [1] * len(a)) for p, a in (([5, 6], [7, 2]), ([9], [8, 8, 2]), ([11, 4], [2]))]
-"""Of the warm start."""
+"""Demonstrations of the warm start."""
 CASES: dict[str, dict[str, Any]] = {
     "adapters": {
         "model": {"lora": {"rank": 4}}, "algorithm": {"kl": {"coef": 0.1}}, "warm_start": {"steps": 2},
@@ -86,13 +86,13 @@ TINY = ModelConfig(config=SIZES, tokenizer="char")
 ON_DISK: dict[str, Any] = {
     "algorithm": {"kl": {"coef": 0.1}}, "backend": FRUGAL, "optimizer": {"learning_rate": 0.05},
 }  # fmt: skip
-"""Large steps: the policy moves a lot."""
+"""Sections of a job with large steps, so that the policy moves a lot."""
 BOUNDS = {"bfloat16": 1e-2}
-"""Of weights after all updates; float32: 1e-6."""
+"""Bound on differences of weights after all updates; 1e-6 for float32."""
 
 
 def learner_of(collective: Collective, config: JobConfig, load: Path | None = None) -> Learner:
-    """At version 0, or from a checkpoint."""
+    """Return a learner at version 0, or with the state of checkpoint ``load``."""
     learner = Learner(config, collective=collective)
     if load is None and config.warm_start.steps:
         learner.warm_start([ROWS] * config.warm_start.steps)
@@ -104,7 +104,7 @@ def learner_of(collective: Collective, config: JobConfig, load: Path | None = No
 
 
 def train(learner: Learner, collective: Collective, config: JobConfig, batches: Batches) -> list[dict[str, float]]:
-    """This rank's groups of every batch."""
+    """Train this rank's groups of every batch; return the metrics of each update."""
     metrics = []
     for index, groups in enumerate(batches):
         owner = assign([len(g.token_ids) for g in groups], minibatches=config.train.minibatches, ranks=collective.size)
@@ -114,7 +114,7 @@ def train(learner: Learner, collective: Collective, config: JobConfig, batches: 
 
 
 def outcome(learner: Learner, metrics: list[dict[str, float]]) -> Run:
-    """Results that can be compared."""
+    """Return metrics, weights and first moments as arrays that tests can compare."""
     published, frozen = (
         {name: tensor.float().clone().numpy() for name, tensor in found}
         for found in (learner.weights(), learner.frozen())
@@ -128,18 +128,18 @@ def outcome(learner: Learner, metrics: list[dict[str, float]]) -> Run:
 
 
 def run(collective: Collective, config: JobConfig, batches: Batches) -> Run:
-    """All updates from version 0."""
+    """Train all updates from version 0; return the results."""
     learner = learner_of(collective, config)
     return outcome(learner, train(learner, collective, config, batches))
 
 
 def run_all(world: World, cases: dict[str, tuple[JobConfig, Batches]]) -> dict[str, Run]:
-    """Every case, one after another."""
+    """Train every case, one after another; return the results by name."""
     return {name: run(world.everybody, config, batches) for name, (config, batches) in cases.items()}
 
 
 def run_and_save(world: World, jobs: list[tuple[str, JobConfig, Path | None]], batches: Batches, root: Path) -> Any:
-    """Of each job: what came out, the merged weights and the digest of the base; a checkpoint is taken at the end."""
+    """Train and save each job; return its results, its merged weights and the digest of its base weights."""
     found = []
     for job, config, load in jobs:
         learner = learner_of(world.everybody, config, load)
@@ -155,7 +155,7 @@ def run_and_save(world: World, jobs: list[tuple[str, JobConfig, Path | None]], b
 
 
 def score(world: World, config: JobConfig, load: Path, prompt: list[int], answer: list[int]) -> list[list[float]]:
-    """Log-probs of ``answer`` by the policy in a checkpoint and by its reference."""
+    """Return the log-probs of ``answer`` under the policy in a checkpoint, and under its reference."""
     learner = learner_of(world.everybody, config, load)
     (microbatch,) = microbatches(columns_of_rows([(prompt, answer)]), np.arange(1), 1000)
     policy = learner._policy
@@ -163,7 +163,7 @@ def score(world: World, config: JobConfig, load: Path, prompt: list[int], answer
 
 
 def publish(world: World, config: JobConfig, directory: Path) -> list[tuple[str, str]]:
-    """Of two versions after a warm start: the digest of the weights under the adapter, announced and published."""
+    """Publish two versions after a warm start; return the announced and the written digest of the base for each."""
 
     async def run() -> list[tuple[str, str]]:
         threads, found = Threads(), []
@@ -187,7 +187,7 @@ def publish(world: World, config: JobConfig, directory: Path) -> list[tuple[str,
 
 
 def refusal(world: World, config: JobConfig, load: Path) -> str:
-    """Why a checkpoint is not loaded."""
+    """Return why this rank refuses the checkpoint, or '' if it loads it."""
     try:
         learner_of(world.everybody, config, load)
     except CheckpointError as error:
@@ -197,7 +197,7 @@ def refusal(world: World, config: JobConfig, load: Path) -> str:
 
 @pytest.fixture
 def on_disk(tmp_path: Path) -> Path:
-    """A model directory."""
+    """Save a small model; return its directory."""
     tokenizer = build_tokenizer(TINY)
     build_model(TINY, len(tokenizer), seed=1).save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
@@ -205,18 +205,18 @@ def on_disk(tmp_path: Path) -> Path:
 
 
 def path_model(directory: Path) -> dict[str, Any]:
-    """The section of a job with an adapter on it."""
+    """Return the ``model`` section of a job with an adapter on the model in ``directory``."""
     return {"config": None, "path": str(directory), "tokenizer": None, "lora": {"rank": 4}}
 
 
 @pytest.fixture
 def batches(ragged_batches: Callable[[int], Batches]) -> Batches:
-    """Of all updates."""
+    """Return the batches of all updates."""
     return ragged_batches(UPDATES)
 
 
 def with_tables(batches: Batches) -> Batches:
-    """The batches with random router tables."""
+    """Return ``batches`` with random router tables."""
     rng = np.random.default_rng(0)
 
     def tabled(group: Group) -> Group:
@@ -228,7 +228,7 @@ def with_tables(batches: Batches) -> Batches:
 
 @pytest.fixture
 def job(make_config: Config) -> Config:
-    """A job whose steps are small and do not divide by small numbers; ``local`` leaves its backend out."""
+    """Return a function that builds a job with small steps and a large ``eps``; ``local`` drops its backend section."""
 
     def make(sections: dict[str, Any], *, local: bool = False) -> JobConfig:
         chosen = {
@@ -244,13 +244,13 @@ def job(make_config: Config) -> Config:
     return make
 
 
-def differences(mine: Run, theirs: Run) -> dict[str, float]:
-    """Largest absolute differences."""
+def differences(ours: Run, theirs: Run) -> dict[str, float]:
+    """Return the largest differences between two runs, by group of tensors and by metric."""
     found = {}
-    for what, own, others in zip(("published", "frozen", "moments"), mine[1:], theirs[1:], strict=True):
+    for what, own, others in zip(("published", "frozen", "moments"), ours[1:], theirs[1:], strict=True):
         assert own.keys() == others.keys(), what
         found[what] = max((float(np.abs(own[name] - others[name]).max()) for name in others), default=0.0)
-    for a, b in zip(mine[0], theirs[0], strict=True):
+    for a, b in zip(ours[0], theirs[0], strict=True):
         assert a.keys() == b.keys()
         for key in b:
             if not key.startswith(("update_s/", "speed/")):
@@ -315,7 +315,7 @@ def test_checkpoints_go_from_ranks_to_one_process_and_back(
         back.append((name, cut[name], kept))
         resumed[name] = outcome(alone, train(alone, Alone(), whole[name], batches[2:]))
 
-    for found in ranks.run(3, run_and_save, back, batches[2:], tmp_path / "again"):  # one has no row of an adapter
+    for found in ranks.run(3, run_and_save, back, batches[2:], tmp_path / "again"):  # one rank has no row of an adapter
         for name, (result, _, digest), (*_, before) in zip(cut, found, first, strict=True):
             worst = differences(result, resumed[name])
             assert max(worst["published"], worst["moments"]) <= (0.2 if name == "narrow" else 1e-5), (name, worst)
@@ -345,8 +345,8 @@ async def test_the_engine_serves_the_adapters_that_ranks_publish(
     assert np.abs(np.array(reference) - sample.logprobs).max() > 0.1
 
     build_model(TINY, len(build_tokenizer(TINY)), seed=2).save_pretrained(on_disk)
-    for said in ranks.run(2, refusal, config, path):
-        assert "give the model that the job was started with" in said
+    for error in ranks.run(2, refusal, config, path):
+        assert "give the model that the job was started with" in error
 
 
 @pytest.mark.slow

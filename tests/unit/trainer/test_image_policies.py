@@ -1,4 +1,4 @@
-"""Policies that read images: plain PyTorch beside them, one policy in worker and trainer, exact continuation, bytes."""
+"""Image policies: equality with plain PyTorch, one policy in worker and trainer, exact continuation, stored bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS = [("ppo", "gaussian"), ("ppo", "categorical"), ("grpo", "categorical"), (
 
 
 def pictured(spec: EnvSpec) -> EnvSpec:
-    """The same with a camera."""
+    """Return ``spec`` with an image observation added."""
     keys = {name: getattr(spec, name) for name in spec.__struct_fields__}
     return EnvSpec(**keys | {"observations": {**spec.observations, "image": ArraySpec(IMAGE, "uint8")}})
 
@@ -53,7 +53,7 @@ def policy_of(kind: str, *, observations: list[str] | None = None, seed: int = 1
 
 
 def stirred(policy: EpisodePolicy) -> EpisodePolicy:
-    """With weights that make decisions differ, and statistics."""
+    """Change the weights of ``policy`` at random, update its observation statistics, and return it."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for param in policy.parameters():
@@ -71,17 +71,17 @@ def tensors(group: EpisodeGroup) -> dict[str, Tensor]:
 
 
 def plain_features(weights: dict[str, Tensor], seen: dict[str, Tensor], prefix: str = "") -> Tensor:
-    """The input of the layers: vectors normalised in the order of their names, then the image through the encoder."""
+    """Return the input of the layers: normalised vectors in the order of their names, then the encoded image."""
     numbers = torch.cat([seen["goal"].flatten(1), seen["state"]], dim=1).double()
     variance = weights["normaliser.squares_O"] / weights["normaliser.count"]
     numbers = ((numbers - weights["normaliser.mean_O"]) / (variance + 1e-8).sqrt()).clamp(-10, 10).float()
-    made = seen["image"].permute(0, 3, 1, 2).float() / 255
+    image = seen["image"].permute(0, 3, 1, 2).float() / 255
     of = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    for place in (0, 2):
-        kernel, bias = (of[f"encoder.images.0.layers.{place}.{part}"] for part in ("weight", "bias"))
-        made = functional.conv2d(made, kernel, bias, stride=2, padding=1).relu()
+    for index in (0, 2):
+        kernel, bias = (of[f"encoder.images.0.layers.{index}.{part}"] for part in ("weight", "bias"))
+        image = functional.conv2d(image, kernel, bias, stride=2, padding=1).relu()
     linear = (of[f"encoder.images.0.layers.5.{part}"] for part in ("weight", "bias"))
-    return torch.cat([numbers, functional.linear(made.flatten(1), *linear).relu()], dim=1)
+    return torch.cat([numbers, functional.linear(image.flatten(1), *linear).relu()], dim=1)
 
 
 def plain_layers(weights: dict[str, Tensor], features: Tensor) -> Tensor:
@@ -90,8 +90,8 @@ def plain_layers(weights: dict[str, Tensor], features: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
-async def test_worker_and_trainer_are_plain_pytorch(kind: str) -> None:
-    """The policy that acts in a rollout worker is the one that a trainer evaluates, written out here."""
+async def test_worker_and_trainer_equal_plain_pytorch(kind: str) -> None:
+    """The policy of a rollout worker and that of a trainer equal the plain PyTorch of this file."""
     policy = stirred(policy_of(kind))
     group = batch_of(policy, lengths=(20, 9))
     seen, weights = tensors(group), policy.state_dict()
@@ -152,8 +152,8 @@ def test_images_alone_are_enough() -> None:
     policy.observe({})
 
 
-def test_products_are_those_of_every_pixel() -> None:
-    """Convolutions of 6 x 7 and 3 x 4 places, the layers behind them, and whatever else has weights."""
+def test_the_number_of_products_counts_every_pixel() -> None:
+    """``num_products`` counts convolutions at 6 x 7 and 3 x 4 positions, the layers behind them, and other weights."""
     policy = policy_of("gaussian")
     of_encoder = 6 * 7 * 2 * 4 * 9 + 3 * 4 * 4 * 6 * 9 + 3 * 4 * 6 * 10
     of_layers = (5 + 10) * 16 + 16 + 16 * 4 + 4

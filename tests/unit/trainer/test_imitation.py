@@ -21,7 +21,7 @@ from tests.unit.trainer.episode_batches import DISCRETE, job_of, spec_of
 
 
 def demonstrations(seed: int = 0, *, episodes: int = 8, length: int = 12) -> Demonstrations:
-    """An expert whose action is a linear function of what it sees, within the bounds [-1, 1] and [-2, 2]."""
+    """Return demonstrations of an expert whose actions are a tanh of its observations, within [-1, 1] and [-2, 2]."""
     rng = np.random.default_rng(seed)
     count = episodes * length
     state, goal = rng.normal(2, 3, (count, 3)), rng.standard_normal((count, 1, 2)).astype(np.float32)
@@ -46,7 +46,7 @@ def weights(learner: EmbodiedLearner) -> dict[str, Tensor]:
 
 
 def act(learner: EmbodiedLearner, shown: Demonstrations) -> np.ndarray[Any, Any]:
-    """Actions of the policy without noise, [N, C, ...]."""
+    """Return the actions of the policy without noise on the observations of ``shown``, [N, C, ...]."""
     seen = {name: torch.from_numpy(column) for name, column in shown.observations.items()}
     return learner.policy.to_environment(learner.policy.act(seen, None).actions_NCA)
 
@@ -63,9 +63,9 @@ def test_the_policy_does_what_it_was_shown(tmp_path: Path, kind: str) -> None:
     assert losses[-1] < losses[0] - 0.3
     off = np.abs(act(learner, held_out)[:, 0] - held_out.actions).mean(0)
     assert (off < [0.3, 0.5]).all(), off
-    assert (off < 0.5 * np.abs(held_out.actions).mean(0)).all(), "less than half of what doing nothing is off"
+    assert (off < 0.5 * np.abs(held_out.actions).mean(0)).all(), "less than half of the error of doing nothing"
     if kind == "gaussian":
-        assert torch.equal(weights(learner)["log_std"], before["log_std"]), "it still explores as it is told to"
+        assert torch.equal(weights(learner)["log_std"], before["log_std"]), "the exploration noise stays as configured"
     assert float(weights(learner)["normaliser.count"]) == len(shown)
 
 
@@ -78,7 +78,7 @@ def test_a_discrete_policy_does_what_it_was_shown(tmp_path: Path) -> None:
     assert (act(learner, shown)[:, 0] == best).mean() > 0.95
 
 
-def test_it_is_a_pure_function_and_the_first_version(tmp_path: Path) -> None:
+def test_a_warm_start_is_a_pure_function_and_becomes_the_first_version(tmp_path: Path) -> None:
     write_demonstrations(tmp_path / "shown", demonstrations())
     job = warm_job(tmp_path / "shown", epochs=3)
     one, two, other = (EmbodiedLearner(each, spec_of()) for each in (job, job, job.model_copy(update={"seed": 6})))
@@ -100,7 +100,7 @@ def test_a_decision_on_a_chunk_learns_the_steps_of_its_episode() -> None:
 
 
 def test_chunks_are_learnt(tmp_path: Path) -> None:
-    """The second action of a chunk is the next step's: here a constant for each episode, so it can be known."""
+    """Later actions of a chunk belong to later steps; they are constant in an episode, so the policy can learn them."""
     shown = demonstrations(episodes=12)
     level = np.repeat(np.linspace(-0.8, 0.8, 12), 12).astype(np.float32)
     state = shown.observations["state"] * 0 + level[:, None]

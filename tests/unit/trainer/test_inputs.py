@@ -1,4 +1,4 @@
-"""Groups that were fetched ahead of their turn, and what a trainer checks of each."""
+"""Prefetch of batches, and the checks that a trainer makes on each group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DECODE = partial(completions, temperature=1.0)
 
 
 @pytest.mark.parametrize("error", [Unavailable("no bus"), DeadlineError("no answer"), Untrainable([], "gone")])
-async def test_a_bus_that_was_away_while_a_batch_was_prefetched_is_asked_again(bus: Bus, error: Exception) -> None:
+async def test_a_batch_whose_prefetch_found_no_bus_is_fetched_again(bus: Bus, error: Exception) -> None:
     async def failed() -> BatchShard[Group]:
         raise error
 
@@ -46,7 +46,7 @@ async def test_a_bus_that_was_away_while_a_batch_was_prefetched_is_asked_again(b
 
 
 async def test_groups_of_earlier_versions_are_trained_at_the_temperature_of_the_job(bus: Bus) -> None:
-    """They do not say theirs; neither do their headers, nor the ledger where they were sealed before."""
+    """Groups of earlier versions record no temperature, nor do their headers, nor do old ledger entries."""
     group = Group(
         job="job_1", draw=Draw(0), attempt="a", epoch=1, prompt_ids=np.array([1], np.int32),
         token_ids=np.array([2], np.int32), cu_seqlens=np.array([0, 1], np.int32), logprobs=np.zeros(1, np.float32),
@@ -74,7 +74,7 @@ async def test_groups_of_earlier_versions_are_trained_at_the_temperature_of_the_
 
 
 async def sealed_as(bus: Bus, version: int, *, stored: bytes = b"") -> BatchManifest:
-    """Batch 1 from version 3 on: one group of ``version``; ``stored``: other bytes than those that were sealed."""
+    """Store a group of ``version``, or ``stored`` in its place; return a manifest of batch 1 that seals the group."""
     group = Group(
         job="job_1", draw=Draw(4), attempt="a", epoch=1, prompt_ids=np.array([1], np.int32),
         token_ids=np.array([2], np.int32), cu_seqlens=np.array([0, 1], np.int32), logprobs=np.zeros(1, np.float32),
@@ -83,7 +83,7 @@ async def sealed_as(bus: Bus, version: int, *, stored: bytes = b"") -> BatchMani
     )  # fmt: skip
     data, header = encode_group(group)
     seq = await bus.publish(subjects.experience("job_1"), stored or data)
-    sealed = SealedGroup(Draw(4), "a", seq, header.digest, 3, 3, [1.0], 1, "w", temperature=1.0)  # as a leader erred
+    sealed = SealedGroup(Draw(4), "a", seq, header.digest, 3, 3, [1.0], 1, "w", temperature=1.0)  # the leader erred
     return BatchManifest(number=1, revision=1, start_version=3, update_index=0, groups=[sealed])
 
 
@@ -95,7 +95,7 @@ async def test_a_trainer_refuses_a_group_beyond_the_lag_bound_whoever_sealed_it(
 
 
 async def test_a_trainer_refuses_bytes_that_were_not_sealed(bus: Bus) -> None:
-    """They decode, they are of this draw, and somebody wrote them in place of the group that was judged."""
+    """The bytes decode and name the right draw, but somebody wrote them in place of the judged group."""
     other = await sealed_as(bus, 3)
     [message] = (await bus.get_whole(subjects.EXPERIENCE, [other.groups[0].seq])).values()
     tree = decode_frame(message.data)
@@ -106,10 +106,10 @@ async def test_a_trainer_refuses_bytes_that_were_not_sealed(bus: Bus) -> None:
     assert refused.value.bad == [Draw(4)]
 
 
-async def test_a_trainer_refuses_what_is_another_draws_or_has_no_prompt(bus: Bus) -> None:
-    honest = await sealed_as(bus, 3)
-    [sealed] = honest.groups
-    other = replace(honest, groups=[replace(sealed, draw=Draw(5))])
+async def test_a_trainer_refuses_a_group_of_another_draw_or_without_prompt(bus: Bus) -> None:
+    valid = await sealed_as(bus, 3)
+    [sealed] = valid.groups
+    other = replace(valid, groups=[replace(sealed, draw=Draw(5))])
     with pytest.raises(Untrainable, match=r"it is draw 4\.0"):
         await fetch_shard(bus, other, [0], max_lag=1, decode=DECODE)
     [message] = (await bus.get_whole(subjects.EXPERIENCE, [sealed.seq])).values()
@@ -117,13 +117,13 @@ async def test_a_trainer_refuses_what_is_another_draws_or_has_no_prompt(bus: Bus
     assert isinstance(tree, dict)
     data = b"".join(encode_frame({**tree, "prompt_ids": np.zeros(0, np.int32)}))
     seq = await bus.publish(subjects.experience("job_1"), data)
-    empty = replace(honest, groups=[replace(sealed, seq=seq, digest=xxhash.xxh3_128_hexdigest(data))])
+    empty = replace(valid, groups=[replace(sealed, seq=seq, digest=xxhash.xxh3_128_hexdigest(data))])
     with pytest.raises(Untrainable, match="its prompt is empty"):
         await fetch_shard(bus, empty, [0], max_lag=1, decode=DECODE)
 
 
 async def episodes_sealed_as(bus: Bus, objective: Objective) -> BatchManifest:
-    """Batch 1 from version 3 on: a group of episodes of version 1."""
+    """Store a group of episodes of version 1; return a manifest of batch 1 (start version 3) that seals it."""
     policy = build_policy(job_of().policy, spec_of(), action_chunk=CHUNK, seed=0)
     group = group_of(policy, 4, version=1, objective=objective)
     data, header = encode_episode_group(group)

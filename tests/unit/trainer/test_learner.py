@@ -40,7 +40,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], *, atol: floa
 
 
 def naive_update(config: JobConfig, groups: list[Group]) -> tuple[dict[str, Tensor], list[float]]:
-    """GRPO as the paper reads: one sequence at a time through the library's own forward, torch's plain AdamW."""
+    """Train sequence by sequence, as the GRPO paper says, in plain torch with its AdamW; return weights and losses."""
     algorithm, optimizer = config.algorithm, config.optimizer
     kl_coef = algorithm.kl.coef if algorithm.kl is not None else 0.0
     model = build_model(config.model, 54, seed=config.seed)
@@ -140,7 +140,7 @@ def test_same_state_and_batch_give_the_same_bytes(make_config: Config, batch: li
 
 
 def gradient(config: JobConfig, groups: list[Group]) -> dict[str, Tensor]:
-    """Of the whole batch: the first moment after one unclipped step."""
+    """Return the gradient of the whole batch, taken from the first moment after one unclipped step."""
     learner = Learner(config)
     update(learner, groups)
     moments = learner.state().models["policy"].optimizer
@@ -210,7 +210,7 @@ def test_metrics_say_what_happened(make_config: Config, batch: list[Group]) -> N
 
 
 def test_on_policy_samples_show_no_mismatch_and_no_clip(make_config: Config, batch: list[Group]) -> None:
-    """Behaviour log-probs taken from the trainer itself: ratio 1 on every token."""
+    """The trainer itself computes the behaviour log-probs, so the ratio is 1 on every token."""
     config = make_config()
     sampler = open_local(config, "policy", "cpu")
     groups = []
@@ -250,8 +250,8 @@ def test_repeated_updates_raise_the_probability_of_what_is_rewarded(
     assert rewarded() > before + 0.5
 
 
-def test_passes_are_cut_anew_by_seed_update_and_pass(make_config: Config, make_group: Callable[..., Group]) -> None:
-    """Off, nothing changes; on, the same update gives the same bytes, and another one is cut in another way."""
+def test_minibatches_are_reshuffled_by_seed_and_update(make_config: Config, make_group: Callable[..., Group]) -> None:
+    """With ``reshuffle``, minibatches follow from seed and update; without it they are the same in each update."""
     groups = [make_group(ordinal, (1, 0, 0.5, ordinal / 4)) for ordinal in range(4)]
 
     def trained(update_index: int = 3, **train: Any) -> dict[str, Tensor]:
@@ -262,17 +262,17 @@ def test_passes_are_cut_anew_by_seed_update_and_pass(make_config: Config, make_g
     def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
         return all(torch.equal(tensor, right[name]) for name, tensor in left.items())
 
-    kept, cut = trained(), trained(reshuffle=True)
-    assert same(kept, trained(reshuffle=False))
+    fixed, cut = trained(), trained(reshuffle=True)
+    assert same(fixed, trained(reshuffle=False))
     assert same(cut, trained(reshuffle=True))
-    assert not same(cut, kept)
+    assert not same(cut, fixed)
     assert not same(cut, trained(4, reshuffle=True))
     assert same(trained(epochs=1), trained(epochs=1)), "a single pass has nothing to shuffle"
     with pytest.raises(ConfigError, match="reshuffle: needs epochs > 1 and minibatches > 1"):
         make_config(train={"reshuffle": True, "minibatches": 2})
 
 
-def test_a_pass_that_is_cut_anew_holds_every_group_once(make_config: Config, make_group: Callable[..., Group]) -> None:
+def test_a_reshuffled_pass_holds_every_group_once(make_config: Config, make_group: Callable[..., Group]) -> None:
     columns = columns_of([make_group(ordinal) for ordinal in range(6)])
     shard = BatchShard.whole([make_group(ordinal) for ordinal in range(6)])
     facts = gather_facts(columns, shard, Alone())
@@ -282,8 +282,8 @@ def test_a_pass_that_is_cut_anew_holds_every_group_once(make_config: Config, mak
     assert [sorted(set(facts.group_B[anew == i].tolist())) for i in range(3)] == [[0, 5], [1, 3], [2, 4]]
 
 
-def test_staleness_is_told_apart_from_mismatch(make_config: Config, batch: list[Group]) -> None:
-    """Tokens of the version that is trained make ``mismatch/*``, those of older ones ``lag/*``."""
+def test_staleness_is_separate_from_mismatch(make_config: Config, batch: list[Group]) -> None:
+    """Tokens of the trained version count in ``mismatch/*``, tokens of older versions in ``lag/*``."""
     whole = update(Learner(make_config()), batch)
     newest = max(int(group.spans[:, 1].max()) for group in batch)
 

@@ -78,11 +78,11 @@ def test_equal_rewards_teach_nothing() -> None:
 
 
 def test_context_between_turns_is_read_but_not_trained() -> None:
-    told, plain = Learner(CONFIG), Learner(CONFIG)
+    joined, plain = Learner(CONFIG), Learner(CONFIG)
     first, second = turn([10, 11], [20]), turn([10, 11, 20, 30, 31], [21])
     other = [turn([10, 11], [22])]
-    joint = told.update(shard([1.0, -1.0], [[first, second], other]), update_index=0)
+    joint = joined.update(shard([1.0, -1.0], [[first, second], other]), update_index=0)
     apart = plain.update(shard([1.0, 1.0, -1.0], [[first], [second], other]), update_index=0)
     assert joint["tokens/scored"] == apart["tokens/scored"] == 3
-    for (_, a), (_, b) in zip(told.weights(), plain.weights(), strict=True):
+    for (_, a), (_, b) in zip(joined.weights(), plain.weights(), strict=True):
         assert torch.allclose(a, b, atol=1e-5)

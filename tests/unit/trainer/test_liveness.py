@@ -24,11 +24,11 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, DataError, RankLost
 
 SILENCE_S = 3.0
-OVER = "over"
+DONE = "done"
 
 
 def watch(world: World, victim: int) -> str:
-    """``victim`` is stopped by the other rank, which tells what it noticed."""
+    """Stop ``victim`` from the other rank; return the error of that rank, and '' on ``victim``."""
     return asyncio.run(_watch(world, victim))
 
 
@@ -39,12 +39,12 @@ async def _watch(world: World, victim: int) -> str:
     running = asyncio.create_task(liveness.run())
     with world.everybody.during("update 7"):
         if world.place.rank == victim:
-            await threads.compute(partial(world.store.wait, [OVER]))
-            await asyncio.sleep(0.3)  # signs that waited are taken
-            assert not running.done(), "who was stopped itself accuses nobody"
+            await threads.compute(partial(world.store.wait, [DONE]))
+            await asyncio.sleep(0.3)  # pending heartbeats are read
+            assert not running.done(), "the stopped rank reports no other rank"
             running.cancel()
             return ""
-        while f"rank {victim} in 'update 7'" not in liveness.story():
+        while f"rank {victim} in 'update 7'" not in liveness.describe():
             await asyncio.sleep(0.01)
         os.kill(pids[victim], signal.SIGSTOP)
         try:
@@ -53,21 +53,21 @@ async def _watch(world: World, victim: int) -> str:
             return str(error)
         finally:
             os.kill(pids[victim], signal.SIGCONT)
-            await threads.compute(partial(world.store.set, OVER, "1"))
+            await threads.compute(partial(world.store.set, DONE, "1"))
     return "nothing"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.long
 def test_a_stopped_rank_is_noticed(ranks: Any, victim: int) -> None:
-    said = ranks.run(2, watch, victim)[1 - victim]
-    assert f"rank {victim} of 2 gave no sign for {SILENCE_S:g} s" in said
-    assert f"rank {victim} in 'update 7' (stage 2), silent for 3 s" in said, "where it was"
-    assert f"rank {1 - victim} in 'update 7' (stage 2)" in said
+    message = ranks.run(2, watch, victim)[1 - victim]
+    assert f"rank {victim} of 2 gave no sign for {SILENCE_S:g} s" in message
+    assert f"rank {victim} in 'update 7' (stage 2), silent for 3 s" in message, "where it was"
+    assert f"rank {1 - victim} in 'update 7' (stage 2)" in message
 
 
 def compute(world: World, seconds: float) -> str:
-    """Rank 1 computes for longer than a silence may last, and rank 0 waits for it in a collective."""
+    """Compute on rank 1 longer than the allowed silence while rank 0 waits in a collective; return the error, or ''."""
     return asyncio.run(_compute(world, seconds))
 
 
@@ -116,7 +116,7 @@ async def rank_of(world: World, config: JobConfig, directory: Path) -> AsyncIter
 
 
 def fail_alone(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
-    """Rank 1 fails while rank 0 stands in a collective of the same work; what both raise."""
+    """Fail on rank 1 while rank 0 waits in a collective of the same work; return the errors of this rank."""
     module.FAILED_GRACE_S = 1.0
     return asyncio.run(_fail_alone(world, config, directory))
 
@@ -131,7 +131,7 @@ async def _fail_alone(world: World, config: JobConfig, directory: Path) -> tuple
         warm_start = own.replica.together("the warm start", work)
         if world.place.rank:
             failing = asyncio.create_task(warm_start)
-            await asyncio.to_thread(world.store.wait, [OVER])
+            await asyncio.to_thread(world.store.wait, [DONE])
             world.everybody.agree(True)  # only to let rank 0 go
             with pytest.raises(DataError) as failed:
                 await failing
@@ -140,15 +140,15 @@ async def _fail_alone(world: World, config: JobConfig, directory: Path) -> tuple
             await own.ranks.unless_failed(warm_start)
         with pytest.raises(RankLost) as stranded:
             await own.ranks.unless_failed(own.replica.copy())
-        await asyncio.to_thread(world.store.set, OVER, "1")
-        await own.threads.compute(lambda: None)  # behind the vote
+        await asyncio.to_thread(world.store.set, DONE, "1")
+        await own.threads.compute(lambda: None)  # after the vote
         return str(caught.value), str(stranded.value)
 
 
 def test_an_error_of_one_rank_ends_the_wait_of_the_others(ranks: Any, make_config: Any, tmp_path: Path) -> None:
-    (said, again), (own, _) = ranks.run(2, fail_alone, make_config(backend={"type": "fsdp"}), tmp_path)
-    assert said == "rank 1: the warm start: rows.jsonl: no such file"
-    assert again == f"the ranks wait for one that failed: {said}"
+    (message, again), (own, _) = ranks.run(2, fail_alone, make_config(backend={"type": "fsdp"}), tmp_path)
+    assert message == "rank 1: the warm start: rows.jsonl: no such file"
+    assert again == f"the ranks wait for one that failed: {message}"
     assert own == "rows.jsonl: no such file"
 
 
@@ -159,7 +159,7 @@ def test_an_error_on_which_all_vote_strands_nobody(ranks: Any, make_config: Any,
 
 
 def vote(world: World, config: JobConfig, directory: Path) -> tuple[str, str, str]:
-    """Rank 1 fails, rank 0 comes to the vote: what it raises, what is left of it, what makes the ranks unusable."""
+    """Fail on rank 1 before a vote; return this rank's error, its failure afterwards, and why it is stranded, or ''."""
     return asyncio.run(_vote(world, config, directory))
 
 
@@ -179,7 +179,7 @@ async def _vote(world: World, config: JobConfig, directory: Path) -> tuple[str, 
 
 
 def fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
-    """Rank 1 fails in work in which the ranks do not meet; rank 0 is busy with its own for longer than the grace."""
+    """Fail on rank 1 in work without collectives, while rank 0 works on; return its error and why it is stranded."""
     grace_s, look_s, module.FAILED_GRACE_S, module.LOOK_S = module.FAILED_GRACE_S, module.LOOK_S, 0.1, 0.02
     try:
         return asyncio.run(_fail_apart(world, config, directory))
@@ -207,25 +207,25 @@ def test_work_in_which_ranks_do_not_meet_strands_nobody(ranks: Any, make_config:
 
 
 def intrude(world: World) -> bytes:
-    """Rank 1 opens another connection to rank 0 and says nothing there; what it is told until that is closed."""
+    """Open a silent connection from rank 1 to rank 0; return what rank 1 receives until rank 0 closes it."""
     return asyncio.run(_intrude(world))
 
 
 async def _intrude(world: World) -> bytes:
-    threads, told = Threads(), b""
+    threads, received = Threads(), b""
     liveness = await Liveness.open(world, threads.compute, silence_s=0.4, interval_s=0.02)
     running = asyncio.create_task(liveness.run())
     if world.place.rank:
         port = int(world.store.get(KEY).split()[0])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(30):
-            told = await reader.read()
+            received = await reader.read()
         writer.close()
     await threads.compute(partial(world.everybody.agree, True))
     running.cancel()
-    return told
+    return received
 
 
 @pytest.mark.long
-def test_a_connection_that_says_nothing_learns_nothing_and_is_closed(ranks: Any) -> None:
+def test_a_silent_connection_receives_nothing_and_is_closed(ranks: Any) -> None:
     assert ranks.run(2, intrude) == [b"", b""]

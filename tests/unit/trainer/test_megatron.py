@@ -1,4 +1,4 @@
-"""The learner on a model that megatron-core holds in two parts: the same updates, and checkpoints that change backends.
+"""The learner on a model that megatron-core splits in two: the same updates, and checkpoints that change backends.
 
 Float32, bounds as in ``test_fsdp.py``: Adam with eps 1e-3 and learning rate 1e-2 passes the rounding of a gradient on
 at most tenfold.
@@ -30,7 +30,7 @@ Run = tuple[list[dict[str, float]], dict[str, NDArray[np.float32]]]
 HEADS = {"type": "megatron", "tensor_parallel": 2, "sequence_parallel": True}
 STAGES = {"type": "megatron", "pipeline_parallel": 2}
 CUTS = {"grpo": (HEADS, STAGES), "ppo": (STAGES, HEADS)}
-"""How the model is cut at first, and after `local` has had it."""
+"""How the model is split at first, and again after `local` has loaded it."""
 SECTIONS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"group_size": 4, "kl": {"coef": 0.1, "estimator": "full"}, "entropy_coef": 0.01}},
     "ppo": {
@@ -49,7 +49,7 @@ def train(collective: Collective, config: JobConfig, batches: Batches, load: Pat
 
 
 def train_on_rank(world: World, config: JobConfig, batches: Batches, load: Path | None, save: Path) -> Run:
-    """Both ranks hold parts of one copy, so each trains every group."""
+    """Train every group on each rank, since both hold parts of one copy; save a checkpoint; return the results."""
     learner, run = train(world.data_parallel(config.backend.model_parallel), config, batches, load)
     state = learner.state()
     if world.place.rank == 0:

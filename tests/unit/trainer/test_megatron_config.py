@@ -1,4 +1,4 @@
-"""Models that cannot be cut are refused when the file is read, with what to do instead."""
+"""Models that cannot be split are refused when the job file is read, with advice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.shared.errors import ConfigError
         ({"tensor_parallel": 0}, "tensor_parallel"),
     ],
 )
-def test_refused(section: dict[str, Any], message: str) -> None:
+def test_invalid_sections_are_refused(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MegatronConfig.parse({"type": "megatron", **section}, where="backend")
 
@@ -39,7 +39,7 @@ SPARSE = {"arch": "qwen3_moe", "experts": {"number": 6}}
         ("expert", {"config": {}}, "model.config has no experts"),
     ],
 )
-def test_models_that_cannot_be_cut_like_this(cut: str, model: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_be_split_are_refused(cut: str, model: dict[str, Any], message: str) -> None:
     job = {
         "name": "cut",
         "model": {"tokenizer": "char", **model},
@@ -52,12 +52,12 @@ def test_models_that_cannot_be_cut_like_this(cut: str, model: dict[str, Any], me
         JobConfig.parse(job)
 
 
-def test_neighbours_that_share_a_copy() -> None:
+def test_the_number_of_ranks_that_share_a_copy() -> None:
     assert MegatronConfig(type="megatron", tensor_parallel=4, context_parallel=2).model_parallel == 8
     assert MegatronConfig(type="megatron", pipeline_parallel=3, expert_parallel=2).model_parallel == 3
 
 
-def test_stages_do_not_share_heads() -> None:
+def test_pipeline_stages_do_not_divide_the_heads() -> None:
     job = {
         "name": "stages", "model": {"tokenizer": "char", "config": {"num_layers": 6, "num_kv_heads": 2}},
         "data": {"train": {"type": "addition"}}, "reward": {"scorers": [{"type": "exact"}]},

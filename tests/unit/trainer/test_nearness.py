@@ -1,4 +1,4 @@
-"""A replay on another environment is compared by numbers, and one that is too far off is not called near."""
+"""A replay on another environment is compared by numbers, and passes only within its bound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ START = {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}
 
 
 def moved(by: float) -> dict[str, torch.Tensor]:
-    """Every one of the 14 weights moved by ``by``."""
+    """Return START with ``by`` added to each of its 14 weights."""
     return {name: tensor + by for name, tensor in START.items()}
 
 
@@ -24,7 +24,7 @@ def test_distance_is_euclidean_over_all_weights() -> None:
 
 
 @pytest.mark.parametrize(("off", "within"), [(0.0, True), (0.5 * BOUND, True), (2 * BOUND, False)])
-def test_weights_are_compared_with_the_way_trained(off: float, within: bool) -> None:
+def test_differences_of_weights_are_relative_to_the_distance_trained(off: float, within: bool) -> None:
     near = Nearness(START)
     assert not near.compared
     text = near.checkpoint(6, {name: tensor * (1 + off) for name, tensor in moved(2.0).items()}, moved(2.0))
@@ -42,16 +42,16 @@ def test_gradient_norms_are_compared_with_what_was_reported(replayed: float, wit
     assert near.within == within
 
 
-def test_what_was_not_recorded_is_not_compared() -> None:
+def test_values_that_were_not_recorded_are_not_compared() -> None:
     near = Nearness(START)
     assert near.gradient(1.0, None) == near.gradient(None, 1.0) == ""
     assert not near.compared
     assert "nothing" in near.summary()
     near.checkpoint(1, moved(1.0), START)
-    assert not near.within, "training went nowhere, the replay did"
+    assert not near.within, "training did not move the weights, the replay did"
 
 
-def test_fewer_bits_are_allowed_more() -> None:
+def test_bfloat16_has_a_wider_bound() -> None:
     near = Nearness(START, "bfloat16")
     near.gradient(2.0 * (1 + 2 * BOUND), 2.0)
     assert near.bound == COARSE_BOUND > 2 * BOUND

@@ -132,7 +132,7 @@ def test_the_policy_loss_alone_is_bit_identical() -> None:
         assert torch.equal(one, other), name
 
 
-def test_neither_packing_nor_places_in_the_batch_matter() -> None:
+def test_neither_packing_nor_positions_in_the_batch_matter() -> None:
     groups = [*POLICY, *ANSWERS, *PAIRS]
     one = trained(groups)[0]
     cut = trained(groups, train={"max_tokens_per_microbatch": 16})[0]
@@ -142,7 +142,7 @@ def test_neither_packing_nor_places_in_the_batch_matter() -> None:
             assert torch.allclose(a, b, atol=1e-6), name
 
 
-def test_an_update_is_repeated_to_the_bit_also_from_a_state() -> None:
+def test_updates_repeat_bit_for_bit_from_a_loaded_state() -> None:
     batches = [[*POLICY, *ANSWERS, *PAIRS], ANSWERS, [*POLICY, PAIRS[0]]]
     minibatches = {"train": {"minibatches": 2, "epochs": 2}}
     one, other = Learner(config(**minibatches)), Learner(config(**minibatches))
@@ -211,7 +211,7 @@ def test_trajectories_judged_by_a_new_source_weigh_less() -> None:
 # -- tracked values ----------------------------------------------------------------------------------------------------
 
 
-def test_a_sealed_baseline_is_taken_off_the_reward() -> None:
+def test_a_sealed_baseline_is_subtracted_from_the_reward() -> None:
     tracked = {"algorithm": {"type": "reinforce_pp", "baseline": {}}}
     groups = [sampled(n, [20 + n, 30], reward) for n, reward in enumerate((1.0, 0.0, 0.5))]
     less = [sampled(n, [20 + n, 30], reward) for n, reward in enumerate((0.25, -0.5, 0.5))]
@@ -234,7 +234,7 @@ CASES: dict[str, list[Group]] = {
 
 
 def run(collective: Collective, backend: str) -> dict[str, tuple[dict[str, float], Weights]]:
-    """Run every case on the groups of this rank."""
+    """Train every case on the groups of this rank; return the metrics and weights of each."""
     found = {}
     for name, groups in CASES.items():
         job = config(backend={"type": backend}, train={"minibatches": 2, "max_tokens_per_microbatch": 16})

@@ -63,9 +63,9 @@ def test_steps_follow_the_textbook() -> None:
 
 
 def test_only_a_fresh_optimizer_moves_weights_whatever_their_gradient() -> None:
-    """Why a job that began with another one's checkpoint got worse at once (docs/api.md), and what prevents it.
+    """Show why a job that started from another job's checkpoint got worse at once (docs/api.md), and what prevents it.
 
-    The policy was trained and is at a flat place: gradients are 1e-4 of what they were. The moments remember the steep
+    The trained policy is in a flat region: gradients are 1e-4 of what they were. The moments still hold the steep
     ones, so that the next step is small; a fresh optimizer divides the gradient by its own magnitude.
     """
     peak, flat = 1e-3, 1e-4
@@ -73,7 +73,7 @@ def test_only_a_fresh_optimizer_moves_weights_whatever_their_gradient() -> None:
     model, config = tiny(), OptimizerConfig(max_grad_norm=1e9, weight_decay=0.0)
 
     def moved(optimizer: Optimizer, scale: float, rate: float = peak) -> Tensor:
-        """How far a step moves each weight, in units of the peak rate, if gradients are random and of this size."""
+        """Step with random gradients of size ``scale``; return how far each weight moved, in units of the peak rate."""
         before = torch.cat([p.detach().flatten() for p in model.parameters()])
         for param in model.parameters():
             param.grad = scale * torch.randn(param.shape, generator=generator)
@@ -99,7 +99,7 @@ def test_only_a_fresh_optimizer_moves_weights_whatever_their_gradient() -> None:
     assert first_step(peak, moments).max() < 0.02
 
 
-def test_no_gradient_still_ages_the_moments() -> None:
+def test_a_step_without_gradient_still_decays_the_moments() -> None:
     model = tiny()
     optimizer = Optimizer(model, OptimizerConfig())
     backward(model, optimizer, seed=1)
@@ -170,13 +170,13 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def wide() -> nn.Module:
-    """Large enough for blocks of 8-bit moments."""
+    """Return a layer that is large enough for blocks of 8-bit moments."""
     torch.manual_seed(0)
     return nn.Linear(128, 64)
 
 
 def descend(model: nn.Module, optimizer: Optimizer, steps: int) -> float:
-    """Towards a constant output; the loss before the last step."""
+    """Train ``model`` towards a constant output; return the loss before the last step."""
     inputs = torch.randn(32, 128, generator=torch.Generator().manual_seed(1))
     value = 0.0
     for _ in range(steps):
@@ -211,7 +211,7 @@ def test_moments_of_8_bits_learn_alike_and_continue_from_their_state() -> None:
         Optimizer(wide(), OptimizerConfig()).load_state(state)
 
 
-def test_without_the_library_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match="needs bitsandbytes"):
         Optimizer(wide(), OptimizerConfig(type="adamw_8bit"))

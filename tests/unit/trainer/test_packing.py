@@ -1,4 +1,4 @@
-"""Packing keeps every token at its place, pads nothing and depends on nothing but its arguments."""
+"""Packing keeps every token behind its context, pads nothing and depends on nothing but its arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_rows(groups: list[Group]) -> np.ndarray:
 
 
 def expected_tokens(groups: list[Group]) -> dict[int, list[tuple[list[int], int, float]]]:
-    """For each row: (context, token that follows it, behaviour log-prob) of every scored token."""
+    """Return (context, next token, behaviour log-prob) of every scored token, by row."""
     found, row = {}, 0
     for group in groups:
         for i in range(group.num_trajectories):
@@ -50,18 +50,18 @@ def test_every_scored_token_appears_once_behind_its_own_context(batch: list[Grou
     for micro in microbatches(columns, all_rows(batch), max_tokens):
         cu = micro.tokens.cu_seqlens_S1.tolist()
         ids, positions = micro.tokens.token_ids_T.tolist(), micro.tokens.position_ids_T.tolist()
-        for place, target, row, logprob, length in zip(
+        for index, target, row, logprob, length in zip(
             *(t.tolist() for t in (micro.select_M, micro.targets_M, micro.rows_M, micro.behaviour_M, micro.lengths_M)),
             strict=True,
         ):
-            start = max(c for c in cu if c <= place)
-            assert positions[start : place + 1] == list(range(place + 1 - start))
+            start = max(c for c in cu if c <= index)
+            assert positions[start : index + 1] == list(range(index + 1 - start))
             assert length == columns.scored_B[row]
-            found.setdefault(row, []).append((ids[start : place + 1], target, logprob))
+            found.setdefault(row, []).append((ids[start : index + 1], target, logprob))
     assert found == {row: tokens for row, tokens in expected_tokens(batch).items() if tokens}
 
 
-def test_no_place_is_padding(batch: list[Group]) -> None:
+def test_no_position_is_padding(batch: list[Group]) -> None:
     micro = microbatches(columns_of(batch), all_rows(batch), 10_000)[0]
     kept = [(g, i) for g in batch for i in range(4) if not g.failed[i]]
     total = sum(

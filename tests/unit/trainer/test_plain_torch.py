@@ -1,8 +1,8 @@
 """Twenty updates of PPO and of SAC on recorded episodes equal a page of plain PyTorch each.
 
-Nothing of the rules, the maths or the policies is used there: only torch, numpy, and the same first weights, order of
-decisions and noise. Sums of GAE and of the normaliser are taken in another order, and torch.distributions has formulas
-of its own; after twenty updates every weight is within 1e-6, while each tensor has moved by more than 0.1.
+The plain versions use nothing of the rules, the maths or the policies: only torch, numpy, and the same first weights,
+order of decisions and noise. They take sums of GAE and of the normaliser in another order, and torch.distributions has
+formulas of its own; after twenty updates every weight is within 1e-6, while each tensor has moved by more than 0.1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UPDATES = 20
 
 
 def network(weights: dict[str, Tensor], prefix: str, activation: type[nn.Module]) -> nn.Sequential:
-    """Two linear layers with the weights of this name."""
+    """Return two linear layers with the weights whose names begin with ``prefix``."""
     first, last = (weights[f"{prefix}{i}.weight"] for i in (0, 2))
     layers = nn.Sequential(nn.Linear(first.shape[1], len(first)), activation(), nn.Linear(len(first), len(last)))
     layers.load_state_dict({n.removeprefix(prefix): t.clone() for n, t in weights.items() if n.startswith(prefix)})
@@ -48,12 +48,12 @@ def make_step(optimizer: torch.optim.AdamW, params: list[Tensor], loss: Tensor) 
 
 
 def read(named: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """The observations that the policy reads, one after another."""
+    """Return the observations that the policy reads, concatenated to one row per step."""
     return np.concatenate([named["state"], named["goal"][:, 0].astype(np.float64)], axis=1)
 
 
 class Normal01:
-    """Mean and deviation of all that was seen."""
+    """Normaliser with the mean and deviation of all observations in ``seen``."""
 
     def __init__(self) -> None:
         self.seen = np.zeros((0, 5))
@@ -112,7 +112,7 @@ def plain_ppo(job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tens
 
 
 def transitions(group: EpisodeGroup) -> list[tuple[Any, ...]]:
-    """Observation, action before squashing, reward, next observation, and if the task was over."""
+    """Return (observation, action before squashing, reward, next observation, True if the task ended) of each step."""
     numbers, final = (read(n).astype(np.float32) for n in (group.observations, group.final_observations))
     rows = []
     for i, end in enumerate(group.cu_seqlens[1:]):
@@ -138,7 +138,7 @@ def plain_sac(job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tens
     log_alpha = nn.Parameter(rule["temperature.log_alpha"].clone())
     judge, act, heat = [p for q in critics for p in q.parameters()], list(actor.parameters()), [log_alpha]
     adams = [adamw(params, 1e-2) for params in (judge, act, heat)]
-    kept: list[tuple[Any, ...]] = []
+    stored: list[tuple[Any, ...]] = []
     inserted = 0
 
     def sample(x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,21 +153,21 @@ def plain_sac(job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tens
 
     for index, groups in enumerate(batches):
         for row in (row for g in groups for row in transitions(g)):
-            kept[inserted % 64 : inserted % 64 + 1] = [row]
+            stored[inserted % 64 : inserted % 64 + 1] = [row]
             inserted += 1
         steps = c.steps_per_update if inserted >= c.warmup_transitions else 0
         for number in range(index * c.steps_per_update, index * c.steps_per_update + steps):
-            rows = [kept[i] for i in np.random.default_rng([seed, number]).integers(0, len(kept), c.batch_size)]
+            rows = [stored[i] for i in np.random.default_rng([seed, number]).integers(0, len(stored), c.batch_size)]
             noise = np.random.default_rng([seed, number, 1]).standard_normal((2, c.batch_size, 2, 2), np.float32)
             here, there = (torch.from_numpy(each) for each in noise)
             x, y = (normal(np.stack([row[i] for row in rows])) for i in (0, 3))
             a = torch.tanh(torch.from_numpy(np.stack([row[1] for row in rows]))).flatten(1)
-            reward, over = torch.tensor(np.array([row[2] for row in rows])), torch.tensor([row[4] for row in rows])
+            reward, ended = torch.tensor(np.array([row[2] for row in rows])), torch.tensor([row[4] for row in rows])
             alpha = log_alpha.detach().exp()
             with torch.no_grad():
                 next_a, next_logprob = sample(y, there)
                 future = least(targets, y, next_a) - alpha * next_logprob
-                goal = reward + c.gamma * torch.where(over, 0, future)
+                goal = reward + c.gamma * torch.where(ended, 0, future)
             errors = [net(torch.cat([x, a], 1))[:, 0] - goal for net in critics]
             make_step(adams[0], judge, (errors[0].square() / 2 + errors[1].square() / 2).sum() / c.batch_size)
             new, logprob = sample(x, here)

@@ -30,7 +30,7 @@ TOGETHER = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_
 
 
 def talk(world: World) -> dict[str, Any]:
-    """One of everything."""
+    """Run each collective once; return its results on this rank."""
     everybody = world.everybody
     rank, size = everybody.rank, everybody.size
     own = {"ids": np.arange(rank * 3), "flags": np.array([rank == 0]), "loss": np.full(2, rank / 7, np.float32)}
@@ -50,7 +50,7 @@ def talk(world: World) -> dict[str, Any]:
 
 
 def follow(world: World) -> list[str]:
-    """Rank 0 gives orders, the others write down what they take."""
+    """Give orders on rank 0; return the orders that another rank takes."""
     orders = Orders(world.store, rank=world.place.rank, size=world.place.size)
     if world.place.rank == 0:
         for order in (Load("/x"), Train(MANIFEST), Publish(), Leave()):
@@ -65,7 +65,7 @@ def follow(world: World) -> list[str]:
 
 
 def be_left(world: World) -> str:
-    """Rank 1 goes away while rank 0 waits for it."""
+    """End rank 1 while rank 0 waits for it; return the error of rank 0."""
     if world.place.rank == 1:
         return ""
     with pytest.raises(RankLost) as caught:
@@ -74,17 +74,17 @@ def be_left(world: World) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_rank_hears_the_same(ranks: Any, size: int) -> None:
-    said = ranks.run(size, talk)
-    assert all(heard == said[0] for heard in said)
-    heard = said[0]
-    assert [part["ids"] for part in heard["gather"]] == [list(range(3 * rank)) for rank in range(size)]
-    assert heard["dtypes"][-1] == {"ids": "int64", "flags": "bool", "loss": "float32"}
-    assert heard["sum"]["a"] == pytest.approx(sum(0.1 * (rank + 1) for rank in range(size)), rel=1e-15)
-    assert heard["sum"]["inf"] == (float("inf") if size > 1 else 1.0)
-    assert (heard["max"], heard["agree"]) == ({"a": size - 1.0}, [True, size == 1])
-    assert (heard["broadcast"], heard["empty"]) == (b"word" * 1000, b"")
-    assert (heard["pairs"], heard["alone"]) == (1, size)
+def test_every_rank_receives_the_same(ranks: Any, size: int) -> None:
+    results = ranks.run(size, talk)
+    assert all(result == results[0] for result in results)
+    result = results[0]
+    assert [part["ids"] for part in result["gather"]] == [list(range(3 * rank)) for rank in range(size)]
+    assert result["dtypes"][-1] == {"ids": "int64", "flags": "bool", "loss": "float32"}
+    assert result["sum"]["a"] == pytest.approx(sum(0.1 * (rank + 1) for rank in range(size)), rel=1e-15)
+    assert result["sum"]["inf"] == (float("inf") if size > 1 else 1.0)
+    assert (result["max"], result["agree"]) == ({"a": size - 1.0}, [True, size == 1])
+    assert (result["broadcast"], result["empty"]) == (b"word" * 1000, b"")
+    assert (result["pairs"], result["alone"]) == (1, size)
 
 
 def test_followers_take_orders_in_turn(ranks: Any) -> None:
@@ -95,21 +95,23 @@ def test_followers_take_orders_in_turn(ranks: Any) -> None:
 def test_a_lost_rank_is_named(ranks: Any) -> None:
     message, _ = ranks.run(2, be_left)
     assert "rank 0 of 2 waited for the others (facts of the batch)" in message
-    assert "died or said nothing for 60 s" in message
+    assert "died, or did not respond for 60 s" in message
 
 
 @pytest.mark.long
-def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_however_often(nursery: Any, tmp_path: Path) -> None:
-    """torchrun's agent keeps the store at MASTER_PORT, one for all starts: rank 0 cannot listen there, and what
-    the ranks of an earlier start left there must not be found. Each agent counts restarts for itself: not those for a
-    membership change, which is what the failure of another agent's rank is to it."""
+def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_at_every_start(nursery: Any, tmp_path: Path) -> None:
+    """torchrun's agent hosts one store at MASTER_PORT for all starts, so rank 0 cannot listen there.
+
+    Ranks must not find entries that an earlier start left in the store. Each agent counts its own restarts only: to it,
+    the failure of another agent's rank is a change of membership, which it does not count.
+    """
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     program = tmp_path / "rank.py"
     program.write_text(RANK_OF_TORCHRUN)
     for start, failures in enumerate([(0, 0), (1, 0), (1, 1)]):
-        said = [tmp_path / f"start{start}rank{rank}" for rank in range(2)]
+        paths = [tmp_path / f"start{start}rank{rank}" for rank in range(2)]
         processes = []
-        for rank, path in enumerate(said):
+        for rank, path in enumerate(paths):
             environment = {
                 **os.environ, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -118,7 +120,7 @@ def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_however_often(nursery:
             with path.open("wb") as output:
                 processes.append(nursery.run(str(program), environment=environment, output=output.fileno()))
         codes = [process.wait(60) for process in processes]
-        assert [path.read_text().split()[-1:] for path in said] == [["2.0"]] * 2, [path.read_text() for path in said]
+        assert [path.read_text().split()[-1:] for path in paths] == [["2.0"]] * 2, [path.read_text() for path in paths]
         assert codes == [0, 0]
 
 
@@ -133,12 +135,12 @@ class Agent:
         return dist.TCPStore("127.0.0.1", self._store.port, is_master=False)
 
     def start(self, rank: int, size: int, deadline_s: float = 20) -> Future[str]:
-        """Value that the rank finds under `word` of rank 0, once they have met."""
+        """Start a rank in a thread; the future is the value that rank 0 set under `word`, once all ranks have met."""
 
         def run() -> str:
             store = store_of_this_start(self.connect(), Place(rank, size), deadline_s=deadline_s)
             if rank == 0:
-                assert not store.check(["word"]), "of an earlier start"
+                assert not store.check(["word"]), "the store holds the word of an earlier start"
                 store.set("word", word)
             return store.get("word").decode()
 
@@ -157,25 +159,25 @@ def agent() -> Any:
 
 def test_ranks_that_come_before_rank_0_wait_for_its_new_start(agent: Agent) -> None:
     agent.met([agent.start(rank, 3) for rank in range(3)])
-    early = [agent.start(rank, 3) for rank in (2, 1)]  # they find the start before, at which all three are signed up
+    early = [agent.start(rank, 3) for rank in (2, 1)]  # they find the earlier start, for which all three are registered
     time.sleep(0.3)
     assert not any(rank.done() for rank in early)
     agent.met([agent.start(0, 3), *early])
     agent.met([agent.start(rank, 2) for rank in (1, 0)])  # fewer hosts than before
 
 
-def test_a_start_that_was_given_up_half_way_confuses_nobody(agent: Agent) -> None:
+def test_an_abandoned_start_does_not_disturb_the_next_one(agent: Agent) -> None:
     left_over = [agent.start(rank, 3, deadline_s=0.3) for rank in (0, 1)]
     for rank in left_over:
         with pytest.raises(TimeoutError, match="rank 2 of the newest start did not come"):
             rank.result(30)
-    late = agent.start(2, 3)  # completes the list of those, which are gone
+    late = agent.start(2, 3)  # completes the list of the abandoned start
     time.sleep(0.3)
     assert not late.done()
     agent.met([late, agent.start(1, 3), agent.start(0, 3)])
 
 
-def test_who_did_not_come_to_the_meeting_is_said(agent: Agent) -> None:
+def test_ranks_that_did_not_come_to_the_meeting_are_named(agent: Agent) -> None:
     with pytest.raises(TimeoutError, match="rank 0 has not started"):
         agent.start(1, 2, deadline_s=0.2).result(30)
     with pytest.raises(TimeoutError, match="rank 1, 2 of the newest start did not come"):
@@ -187,7 +189,7 @@ def test_who_did_not_come_to_the_meeting_is_said(agent: Agent) -> None:
         left_over.result(30)
 
 
-def test_the_place_comes_from_the_environment() -> None:
+def test_rank_and_size_come_from_the_environment() -> None:
     assert place_from_environment({}) == Place()
     assert place_from_environment(TOGETHER) == Place(1, 2, 1)
     assert place_from_environment({**TOGETHER, "LOCAL_RANK": "0"}) == Place(1, 2, 0)
@@ -201,7 +203,7 @@ def test_the_place_comes_from_the_environment() -> None:
         ({"RANK": "one"}, "must be numbers"),
     ],
 )
-def test_half_an_environment_is_refused(change: dict[str, str], what: str) -> None:
+def test_an_incomplete_environment_is_refused(change: dict[str, str], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         place_from_environment({**TOGETHER, **change})
 

@@ -1,4 +1,4 @@
-"""A version that cannot be written says why."""
+"""Publishing of versions: failures name their reason, and announcements stay in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.contract.device_memories import FileMemory
 
 
 class Left(Learner):
-    """Its ranks gather the weights, and one of them dies."""
+    """A learner one of whose ranks dies while they gather the weights."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         def gathered() -> Iterator[Tensor]:
@@ -36,8 +36,8 @@ class Left(Learner):
         return zip([name for name, _, _ in self._policy.layout()], gathered(), strict=True)
 
 
-def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., JobConfig], tmp_path: Path) -> None:
-    """And not that there is nothing more to gather."""
+def test_a_rank_that_is_lost_while_writing_is_the_reason(make_config: Callable[..., JobConfig], tmp_path: Path) -> None:
+    """The error names the lost connection, not that there is nothing more to gather."""
     publishing = Publishing(None, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), "job_1")  # type: ignore[arg-type]
     try:
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
@@ -47,7 +47,7 @@ def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., 
 
 
 class Stopped(Learner):
-    """Its session is stopped while its weights are written."""
+    """A learner whose session is stopped while its weights are being written."""
 
     closing: threading.Thread
 
@@ -56,7 +56,7 @@ class Stopped(Learner):
         yield next(whole)
         self.closing.start()
         self.closing.join(0.5)
-        assert self.closing.is_alive(), "it waits for this thread"
+        assert self.closing.is_alive(), "closing waits for this thread"
         yield from whole
 
 
@@ -99,7 +99,7 @@ def manifest(version: int, epoch: int) -> WeightManifest:
 async def test_versions_that_are_announced_while_nats_dies_are_seen_in_order(
     bus: Bus, nats_server: NatsServer, tmp_path: Path
 ) -> None:
-    """The death falls into an announcement: the trainer goes on by itself, and no version is shown for another."""
+    """NATS dies during an announcement; the trainer continues by itself, and each manifest has its own digest."""
     publishing, last = Publishing(bus, ServiceSettings(shm_dir=tmp_path), "job_1"), 120
     seen: list[tuple[int, str]] = []
 
@@ -133,7 +133,7 @@ async def test_versions_that_are_announced_while_nats_dies_are_seen_in_order(
 
 
 async def test_a_trainer_that_was_replaced_announces_nothing(bus: Bus, tmp_path: Path) -> None:
-    """Its successor has announced a version; its own is older, whatever its number."""
+    """A version of the replaced trainer is older than those of its successor, whatever its number."""
     old, new = (Publishing(bus, ServiceSettings(shm_dir=tmp_path), "job_1") for _ in range(2))
     await old.announce(manifest(3, 1))
     await new.announce(manifest(4, 2))

@@ -27,7 +27,7 @@ Config = Callable[..., JobConfig]
 Batches = list[list[Group]]
 Tensors = dict[str, NDArray[np.float32]]
 Run = tuple[dict[str, float], Tensors, Tensors]
-"""Metrics of the last update, weights, and what the update rule remembers."""
+"""Metrics of the last update, weights, and the state of the update rule."""
 
 UPDATES = 3
 ATOL = 1e-6
@@ -49,7 +49,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def configs(make_config: Config, make_teacher: Callable[..., str]) -> Callable[[str], dict[str, JobConfig]]:
-    """A job for every algorithm on a backend."""
+    """Return a function that builds a job for every algorithm on a backend."""
     needed = {"distillation": {"teacher": make_teacher()}}
 
     def make(backend: str) -> dict[str, JobConfig]:
@@ -68,7 +68,7 @@ def configs(make_config: Config, make_teacher: Callable[..., str]) -> Callable[[
 
 @pytest.fixture
 def batches(make_group: Callable[..., Group]) -> Batches:
-    """Ragged groups with failures, truncations, masked tokens and greedy baselines; one group fails as a whole."""
+    """Return ragged groups with failures, truncations, masked tokens and greedy baselines; one group fails entirely."""
     found = []
     for update in range(UPDATES):
         groups = [
@@ -81,7 +81,7 @@ def batches(make_group: Callable[..., Group]) -> Batches:
 
 
 def shard_of(groups: list[Group], collective: Collective, *, minibatches: int) -> BatchShard:
-    """The groups that this rank trains."""
+    """Return the groups that this rank trains."""
     tokens = [len(g.token_ids) + len(g.prompt_ids) * g.num_trajectories for g in groups]
     owner = assign(tokens, minibatches=minibatches, ranks=collective.size)
     own = np.flatnonzero(owner == collective.rank).tolist()
@@ -89,7 +89,7 @@ def shard_of(groups: list[Group], collective: Collective, *, minibatches: int) -
 
 
 def train(collective: Collective, config: JobConfig, batches: Batches) -> Run:
-    """All updates on one rank."""
+    """Train all updates on one rank; return the results."""
     learner = Learner(config, collective=collective)
     metrics: dict[str, float] = {}
     for index, groups in enumerate(batches):
@@ -100,12 +100,12 @@ def train(collective: Collective, config: JobConfig, batches: Batches) -> Run:
 
 
 def train_all(world: World, configs: dict[str, JobConfig], batches: Batches) -> dict[str, Run]:
-    """Every algorithm, one after another."""
+    """Train every algorithm, one after another; return the results by name."""
     return {name: train(world.everybody, config, batches) for name, config in configs.items()}
 
 
 def refusal(world: World, config: JobConfig, groups: list[Group]) -> str:
-    """Why this rank does not train a batch."""
+    """Return why this rank refuses to train a batch, or '' if it trains it."""
     learner = Learner(config, collective=world.everybody)
     try:
         learner.update(shard_of(groups, world.everybody, minibatches=1), update_index=0)
@@ -135,7 +135,7 @@ def test_ranks_agree_on_every_algorithm(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_trained_is_refused_by_every_rank_and_a_rank_may_be_idle(
+def test_every_rank_refuses_an_untrainable_batch_and_a_rank_may_be_idle(
     ranks: Any, make_config: Config, make_group: Callable[..., Group]
 ) -> None:
     config = make_config(backend={"type": "fsdp"})
@@ -145,6 +145,6 @@ def test_what_cannot_be_trained_is_refused_by_every_rank_and_a_rank_may_be_idle(
     assert ranks.run(3, refusal, config, [make_group(0), make_group(1)]) == [""] * 3
     groups = [make_group(i) for i in range(4)]
     groups[1] = replace(groups[1], prompt_ids=groups[1].prompt_ids[:0])
-    said = ranks.run(2, refusal, config, groups)
-    assert said[0] == said[1]
-    assert "has an empty prompt" in said[0]
+    errors = ranks.run(2, refusal, config, groups)
+    assert errors[0] == errors[1]
+    assert "has an empty prompt" in errors[0]

@@ -21,7 +21,7 @@ Config = Callable[..., JobConfig]
 
 
 def saved(path: Path, job: JobConfig, changes: dict[str, Any], *, seed: int) -> None:
-    """A model of another seed (and shape, or alphabet) in a directory."""
+    """Save a model of another ``seed``, with ``changes`` to its configuration, in ``path``."""
     model_config = ModelConfig.model_validate({**job.model.model_dump(), **changes})
     tokenizer = build_tokenizer(model_config)
     build_model(model_config, len(tokenizer), seed=seed).save_pretrained(path)
@@ -57,7 +57,7 @@ def test_a_model_that_does_not_fit_is_refused(
         Learner(make_config(algorithm={"kl": {"coef": 0.1, "reference": str(tmp_path)}}))
 
 
-def test_a_tokenizer_that_numbers_tokens_otherwise_is_refused(tmp_path: Path, make_config: Config) -> None:
+def test_a_tokenizer_with_other_token_ids_is_refused(tmp_path: Path, make_config: Config) -> None:
     saved(tmp_path, make_config(), {}, seed=1)
     config = make_config()
     model = ModelConfig(

@@ -1,4 +1,4 @@
-"""The replay buffer: every group once, the newest kept, draws that are pure functions, exact resume."""
+"""The replay buffer: every group once, only the newest transitions, draws that are pure functions, exact resume."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROW_BYTES = 4 * (2 + 1 + 1 + 2) + 1
 
 
 def group(*members: tuple[int, int, int], **columns: Any) -> Transitions:
-    """Groups of transitions: the ordinal of the draw, and the first and last number, which the rewards tell."""
+    """Build groups of transitions from (ordinal of the draw, first, last); rewards are the numbers first to last."""
     numbers = np.concatenate([np.arange(first, last + 1) for _, first, last in members])
     counts = [last + 1 - first for _, first, last in members]
     values = numbers.astype(np.float32)
@@ -41,7 +41,7 @@ def buffer_of(capacity: int, **keys: int) -> ReplayBuffer:
     return ReplayBuffer(config, observation_size=2, action_size=1, seed=5)
 
 
-def kept(buffer: ReplayBuffer) -> list[float]:
+def rewards_of(buffer: ReplayBuffer) -> list[float]:
     return sorted(buffer.state()["rewards"].tolist())
 
 
@@ -49,14 +49,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_group_is_taken_in_once() -> None:
+def test_a_group_is_inserted_once() -> None:
     buffer = buffer_of(100)
     assert buffer.insert(group((0, 0, 4))) == 5
     assert buffer.insert(group((0, 0, 4))) == 0, "the same again"
     assert buffer.insert(group((0, 0, 4), (1, 5, 7), (1, 5, 7), (2, 8, 8))) == 4
     again = group((0, 9, 9))
     assert buffer.insert(replace(again, draws=(Draw(0, 1),))) == 1, "another draw of the same ordinal"
-    assert kept(buffer) == list(range(10))
+    assert rewards_of(buffer) == list(range(10))
     assert buffer.inserted == len(buffer) == 10
     assert buffer.state()["terminated"].sum() == 2
     assert buffer.state()["groups"].tolist() == [[0, 0, 5], [1, 0, 8], [2, 0, 9], [0, 1, 10]]
@@ -68,17 +68,17 @@ def test_a_group_without_transitions_is_none() -> None:
     assert buffer.state()["groups"].tolist() == [[0, 0, 2]]
 
 
-def test_the_newest_are_kept() -> None:
+def test_the_newest_transitions_stay() -> None:
     buffer = buffer_of(4)
     buffer.insert(group((0, 0, 2)))
     buffer.insert(group((1, 3, 5)))
-    assert kept(buffer) == [2, 3, 4, 5]
+    assert rewards_of(buffer) == [2, 3, 4, 5]
     assert (len(buffer), buffer.inserted) == (4, 6)
-    assert buffer.insert(group((0, 0, 2), (1, 3, 5))) == 0, "some of each is kept"
+    assert buffer.insert(group((0, 0, 2), (1, 3, 5))) == 0, "some of each is still stored"
     buffer.insert(group((2, 6, 15)))
-    assert kept(buffer) == [12, 13, 14, 15], "more at once than there is room for"
+    assert rewards_of(buffer) == [12, 13, 14, 15], "more at once than there is room for"
     assert buffer.state()["rewards"].tolist() == [12, 13, 14, 15]
-    assert buffer.state()["groups"].tolist() == [[2, 0, 16]], "what is gone is forgotten"
+    assert buffer.state()["groups"].tolist() == [[2, 0, 16]], "groups without stored transitions are removed"
     assert buffer.insert(group((2, 6, 15))) == 0
 
 
@@ -100,12 +100,12 @@ def test_a_draw_is_a_function_of_its_number() -> None:
 
 @pytest.mark.parametrize("count", [4, 13])
 def test_resume_is_exact(count: int) -> None:
-    """Before and after the ring has come round."""
+    """The buffer resumes both before and after its ring has wrapped around."""
     going, resumed = buffer_of(8), buffer_of(8)
     going.insert(group((0, 0, 1), (1, 2, count - 1)))
     saved = going.state()
     going.insert(group((2, count, count + 2)))
-    assert kept(going) != sorted(saved["rewards"].tolist()), "a state is a copy"
+    assert rewards_of(going) != sorted(saved["rewards"].tolist()), "a state is a copy"
     resumed.load_state(saved)
     assert same(resumed.state(), saved)
     assert resumed.insert(group((1, 2, count - 1), (2, count, count + 2))) == 3

@@ -28,7 +28,7 @@ Config = Callable[..., JobConfig]
 
 @pytest.fixture
 def moe(make_config: Config) -> Callable[..., JobConfig]:
-    """A job with a mixture of experts; ``moe`` is its section, the rest are sections of the job."""
+    """Return a function that builds a job with a mixture of experts from a ``moe`` section and other sections."""
 
     def make(moe: dict[str, Any] | None = None, **sections: Any) -> JobConfig:
         architecture = {
@@ -46,7 +46,7 @@ def update(config: JobConfig, groups: Sequence[Group], steps: int = 1) -> tuple[
 
 
 def with_tables(groups: Sequence[Group], dtype: str = "uint8") -> list[Group]:
-    """The groups with random router tables."""
+    """Return ``groups`` with random router tables."""
     tabled = []
     for i, group in enumerate(groups):
         rng = np.random.default_rng(i)
@@ -64,16 +64,16 @@ def largest_difference(a: Learner, b: Learner) -> float:
 def test_how_the_batch_is_cut_changes_nothing(moe: Any, batch: list[Group]) -> None:
     wanted = {"aux_loss_coef": 0.5}
     sgd = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 100.0, "eps": 1.0}}  # no division by small gradients
-    whole, (facts,) = update(moe(wanted, train={"max_tokens_per_microbatch": 10_000}, **sgd), batch)
+    whole, (metrics,) = update(moe(wanted, train={"max_tokens_per_microbatch": 10_000}, **sgd), batch)
     cut, (again,) = update(moe(wanted, train={"max_tokens_per_microbatch": 40}, **sgd), batch)
     without, _ = update(moe(None, train={"max_tokens_per_microbatch": 10_000}, **sgd), batch)
     assert largest_difference(whole, without) > 1e-5, "the loss has no effect: the test proves nothing"
     assert largest_difference(whole, cut) < 1e-6
-    assert facts["moe/aux_loss"] == pytest.approx(again["moe/aux_loss"], rel=1e-5)
+    assert metrics["moe/aux_loss"] == pytest.approx(again["moe/aux_loss"], rel=1e-5)
 
 
-def test_a_loss_per_microbatch_would_be_another(moe: Any, batch: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: loads of each microbatch alone give other gradients."""
+def test_a_balancing_loss_per_microbatch_differs(moe: Any, batch: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prove that the test above can fail: loads of each microbatch alone give other gradients."""
     from penstock.services.trainer.batch.routers import Routers
 
     wanted = {"aux_loss_coef": 0.5}
@@ -94,26 +94,26 @@ def test_a_loss_per_microbatch_would_be_another(moe: Any, batch: list[Group], mo
     assert largest_difference(whole, cut) > 1e-6
 
 
-def test_it_balances_the_load(moe: Any, make_group: Callable[..., Group]) -> None:
+def test_training_balances_the_load(moe: Any, make_group: Callable[..., Group]) -> None:
     groups = [make_group(i, [1, 1, 1, 1]) for i in range(4)]  # no signal but that of the balancing loss
     config = moe({"aux_loss_coef": 1.0}, optimizer={"learning_rate": 3e-3, "weight_decay": 0.0})
     learner = Learner(config)
     router = learner._models["policy"]._model.model.layers[0].mlp.gate  # type: ignore[attr-defined]
     with torch.no_grad():
         router.weight[0] += 0.3 * router.weight[0].sign()
-    facts = [learner.update(BatchShard.whole(groups), update_index=i) for i in range(20)]
-    assert facts[-1]["moe/aux_loss"] < facts[0]["moe/aux_loss"]
-    assert facts[-1]["moe/load_max"] < facts[0]["moe/load_max"]
-    assert facts[0]["tokens/forward"] > 0, "groups without signal still balance"
+    metrics = [learner.update(BatchShard.whole(groups), update_index=i) for i in range(20)]
+    assert metrics[-1]["moe/aux_loss"] < metrics[0]["moe/aux_loss"]
+    assert metrics[-1]["moe/load_max"] < metrics[0]["moe/load_max"]
+    assert metrics[0]["tokens/forward"] > 0, "groups without signal still balance"
 
 
 def test_the_metrics_describe_the_load(moe: Any, batch: list[Group]) -> None:
-    _, (facts,) = update(moe(), batch)
-    loads = [facts[f"moe/load/{expert}"] for expert in range(E)]
+    _, (metrics,) = update(moe(), batch)
+    loads = [metrics[f"moe/load/{expert}"] for expert in range(E)]
     assert np.mean(loads) == pytest.approx(1.0)
-    assert facts["moe/load_min"] <= min(loads) <= max(loads) <= facts["moe/load_max"]
-    assert 0 < facts["moe/router_entropy"] <= np.log(E) + 1e-6
-    assert facts["moe/aux_loss"] >= 0.9
+    assert metrics["moe/load_min"] <= min(loads) <= max(loads) <= metrics["moe/load_max"]
+    assert 0 < metrics["moe/router_entropy"] <= np.log(E) + 1e-6
+    assert metrics["moe/aux_loss"] >= 0.9
 
 
 def test_an_update_that_broke_off_is_not_counted(moe: Any, batch: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +127,8 @@ def test_an_update_that_broke_off_is_not_counted(moe: Any, batch: list[Group], m
 
 
 def test_a_dense_model_reports_no_load(make_config: Config, batch: list[Group]) -> None:
-    _, (facts,) = update(make_config(), batch)
-    assert not any(name.startswith("moe/") for name in facts)
+    _, (metrics,) = update(make_config(), batch)
+    assert not any(name.startswith("moe/") for name in metrics)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
@@ -156,15 +156,15 @@ def test_tables_travel_with_their_tokens(batch: list[Group], dtype: str) -> None
             assert np.array_equal(part.experts_TNK[a:b].numpy(), tables[ids])
 
 
-def test_replay_is_what_the_trainer_computes(moe: Any, batch: list[Group]) -> None:
+def test_the_trainer_routes_by_replayed_tables(moe: Any, batch: list[Group]) -> None:
     tabled = with_tables(batch)
     config = moe({"router_replay": True})
-    replayed, (facts,) = update(config, tabled)
+    replayed, (metrics,) = update(config, tabled)
     own, _ = update(moe(), batch)
     assert largest_difference(replayed, own) > 1e-4
     trained = [g.experts for g in tabled]
     assert all(table is not None for table in trained)
-    assert facts["moe/load_max"] < 2, "random tables are nearly even"
+    assert metrics["moe/load_max"] < 2, "random tables are nearly even"
     with pytest.raises(ProtocolError, match="did not record"):
         update(config, batch)
 
@@ -196,7 +196,7 @@ def test_tables_of_another_model_change_nothing(moe: Any, batch: list[Group], wr
     assert all(torch.equal(before[name], tensor) for name, tensor in learner.weights())
 
 
-def test_a_table_of_the_wrong_length_is_no_group(batch: list[Group]) -> None:
+def test_a_table_of_the_wrong_length_is_refused(batch: list[Group]) -> None:
     group = with_tables(batch)[0]
     assert group.experts is not None
     with pytest.raises(ProtocolError, match="router table"):

@@ -1,4 +1,4 @@
-"""The learning rate at chosen places of each schedule."""
+"""The learning rate at chosen updates of each schedule."""
 
 from __future__ import annotations
 

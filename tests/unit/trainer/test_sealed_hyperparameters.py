@@ -27,7 +27,7 @@ def trained(config: JobConfig, groups: list[Group], sealed: Hyperparameters | No
     return {name: tensor.clone() for name, tensor in learner.weights()}
 
 
-def test_a_batch_is_trained_as_if_the_job_had_always_been_so(
+def test_a_batch_is_trained_as_if_the_job_had_always_had_its_settings(
     make_config: Callable[..., JobConfig], make_group: Callable[..., Group]
 ) -> None:
     groups = [make_group(ordinal, seed=ordinal) for ordinal in range(4)]
@@ -47,8 +47,7 @@ def test_a_batch_is_trained_as_if_the_job_had_always_been_so(
 def test_a_batch_of_several_temperatures_is_on_policy_at_each_of_them(
     make_config: Callable[..., JobConfig], make_group: Callable[..., Group]
 ) -> None:
-    """Log-probs of the sampler, recorded at the temperature of each group, are the trainer's; the job file's is read
-    nowhere."""
+    """The trainer computes log-probs at the temperature of each group, and ignores that of the job file."""
     config = make_config(algorithm={"kl": {"coef": 0.1}}, sampling={"temperature": 0.4})
     sampler, groups = open_local(config, "policy", "cpu"), []
     for ordinal, temperature in enumerate((0.7, 1.0, 1.5, 0.7)):

@@ -1,4 +1,4 @@
-"""Which rank trains what: balanced, complete, and the same whoever asks."""
+"""The assignment of groups to ranks: balanced, complete, and the same on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_minibatch_is_balanced(ranks: int, minibatches: int) -> None:
         assert load.max() <= 4 / 3 * max(tokens[groups].sum() / ranks, tokens[groups].max())
 
 
-def test_it_is_a_pure_function_and_one_rank_owns_everything() -> None:
+def test_assignment_is_a_pure_function_and_one_rank_owns_everything() -> None:
     tokens = [5, 5, 5, 1]
     assert assign(tokens, minibatches=2, ranks=2).tolist() == assign(tokens, minibatches=2, ranks=2).tolist()
     assert assign(tokens, minibatches=2, ranks=1).tolist() == [0, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Soft actor-critic: exact resume, closed forms of one step, the temperature's aim, warm-up, and what is refused."""
+"""Soft actor-critic: exact resume, closed forms of one step, the target of the temperature, warm-up, refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rule_of(
 def episode(
     number: int, *, length: int = 20, scale: float = 1.0, terminated: bool = False, chunk: int = 1, count: int = 1
 ) -> EpisodeColumns:
-    """``count`` episodes of random steps as one group; their rewards punish large actions."""
+    """Return ``count`` episodes of random steps as one group; their rewards punish large actions."""
     rng = np.random.default_rng(number)
     total = length * count
     observations = rng.standard_normal((total, OBSERVATION)).astype(np.float32)
@@ -81,7 +81,7 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def test_resume_is_exact() -> None:
-    """Interrupted between two updates, with the buffer come round: the same metrics and the same bytes."""
+    """After an interruption between two updates, with a full buffer, metrics and state are the same."""
 
     def go_on(rule: SoftActorCriticRule, updates: range) -> list[dict[str, float]]:
         return [rule.update(episode(index), update_index=index) for index in updates]
@@ -113,7 +113,7 @@ def test_target_critics_follow_the_critics() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_targets_of_one_step_are_the_closed_form(chunk: int) -> None:
-    """Truncated steps bootstrap: ``r + gamma (min_c Q_target - alpha log pi)`` of the first networks."""
+    """Truncated steps bootstrap: targets are ``r + gamma (min_c Q_target - alpha log pi)`` of the first networks."""
     rule, policy = rule_of(policy_of(chunk=chunk), gamma=0.9, initial_temperature=0.5), policy_of(chunk=chunk)
     given = episode(0, chunk=chunk)
     first = rule_of(policy_of(chunk=chunk))
@@ -175,8 +175,8 @@ def test_the_entropy_comes_to_its_target(target: float) -> None:
     assert reports[-1]["policy/temperature"] == pytest.approx(expected, rel=0.3)
 
 
-def test_steps_that_are_not_finite() -> None:
-    """Rewards whose square is no float32: the update ends and changes nothing, or leaves the critics' step out."""
+def test_a_critic_loss_that_is_not_finite_ends_the_update_or_is_skipped() -> None:
+    """Squares of the rewards overflow float32: the update fails and changes no network, or skips the critics' step."""
     first, second = policy_of(), policy_of()
     pausing, skipping = rule_of(first), rule_of(second, on_nonfinite="skip")
     given = episode(0, scale=1e30)
@@ -197,7 +197,7 @@ def test_steps_that_are_not_finite() -> None:
 
 
 def test_a_step_that_is_not_finite_leaves_its_batch_in_the_buffer_and_nothing_else() -> None:
-    """A trainer that goes back to the state before knows nothing of that batch: it ends as if it had never come."""
+    """A trainer that loads the state from before the batch ends as if the batch had never arrived."""
     rule, plain = rule_of(), rule_of(on_nonfinite="skip")
     for each in (rule, plain):
         each.update(episode(0), update_index=0)
@@ -244,7 +244,7 @@ def test_a_group_is_inserted_once() -> None:
 
 
 def test_observations_are_normalised_when_they_are_drawn() -> None:
-    """With statistics of shifted and scaled observations, those give the networks what plain ones gave."""
+    """Shifted and scaled observations, normalised by their own statistics, give the networks the same inputs."""
     reports = []
     for shift, scale in ((0.0, 1.0), (7.0, 3.0)):
         policy = policy_of(normalise=True)

@@ -27,7 +27,7 @@ LENGTH = 3
 
 
 def logprobs_by_hand(model: Any, prompt: list[int], completion: list[int], *, temperature: float) -> Tensor:
-    """Of each token of a completion, by a plain forward pass of the library's own model."""
+    """Return the log-prob of each token of a completion, by a plain forward pass of the library's model."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
     own = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
@@ -35,7 +35,7 @@ def logprobs_by_hand(model: Any, prompt: list[int], completion: list[int], *, te
 
 
 def sampled(learner: Learner, ordinal: int, size: int, *, temperature: float = 1.0) -> Group:
-    """Completions of LENGTH tokens that the policy samples after PROMPT."""
+    """Return a group of ``size`` completions of LENGTH tokens that the policy samples after PROMPT."""
     generator = torch.Generator().manual_seed(ordinal)
     rows = torch.tensor([PROMPT] * size)
     logprobs = torch.zeros(size, LENGTH)
@@ -56,7 +56,7 @@ def sampled(learner: Learner, ordinal: int, size: int, *, temperature: float = 1
 
 
 def divergence(learner: Learner, teacher: Any) -> float:
-    """KL(policy || teacher) of the first token after PROMPT, exact."""
+    """Return the exact KL(policy || teacher) of the first token after PROMPT."""
     with torch.no_grad():
         own, theirs = (
             torch.log_softmax(model(input_ids=torch.tensor([PROMPT])).logits[0, -1].double(), -1)
@@ -70,7 +70,7 @@ def test_the_policy_comes_to_agree_with_its_teacher(make_config: Config, make_te
     path = make_teacher()
     teacher = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        teacher.lm_head.weight.mul_(6)  # a teacher with opinions: a fresh model finds all tokens alike
+        teacher.lm_head.weight.mul_(6)  # a teacher with preferences: to a fresh model all tokens are alike
         teacher.save_pretrained(path)
     learner = Learner(
         make_config(
@@ -93,7 +93,7 @@ def test_the_policy_comes_to_agree_with_its_teacher(make_config: Config, make_te
 def test_advantages_are_discounted_log_ratios(
     make_config: Config, make_teacher: Make, batch: list[Group], gamma: float
 ) -> None:
-    """``A_t = Σ_k γ^k (log π_teacher - log π)_{t+k}`` with a library's forward pass, and its loss at ratio 1."""
+    """Advantages are ``A_t = Σ_k γ^k (log π_teacher - log π)_{t+k}`` by the library's forward pass; the ratio is 1."""
     path = make_teacher()
     config = make_config(algorithm={"type": "distillation", "teacher": path, "gamma": gamma})
     learner, teacher = Learner(config), AutoModelForCausalLM.from_pretrained(path).eval()

@@ -1,4 +1,4 @@
-"""Every algorithm learns, and what goes around them does what it says."""
+"""Every algorithm learns; critic, KL control, filters, shaping and reports work as documented."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def update(learner: Learner, groups: list[Group], *, update_index: int = 0) -> d
 
 
 def distribution(learner: Learner, context: list[int]) -> torch.Tensor:
-    """Of the next token, at temperature 1."""
+    """Return the log-probs of the next token after ``context``, at temperature 1."""
     with torch.no_grad():
         logits = learner.model(input_ids=torch.tensor([context])).logits[0, -1]
     return torch.log_softmax(logits.float(), -1)
 
 
 def bandit(learner: Learner, ordinal: int, size: int, *, greedy: bool) -> Group:
-    """Completions `token, end` sampled from the policy; a token among REWARDED earns 1."""
+    """Sample completions `token, end` from the policy; a token among REWARDED earns 1."""
     logp = distribution(learner, PROMPT)
     generator = torch.Generator().manual_seed(ordinal)
     tokens = torch.multinomial(logp.exp(), size, replacement=True, generator=generator)
@@ -96,7 +96,7 @@ def test_each_algorithm_learns_which_answer_is_rewarded(make_config: Config, nam
 
 
 def test_the_critic_learns_the_value_of_every_prompt(make_config: Config, make_group: Make) -> None:
-    """Rewards that depend on the prompt alone: the values must come to explain the returns of all tokens."""
+    """Rewards depend on the prompt alone, so the values must come to explain the returns of all tokens."""
     config = make_config(
         algorithm={
             "type": "ppo", "group_size": 4, "lam": 1.0, "gamma": 1.0,
@@ -170,7 +170,7 @@ def test_the_adaptive_coefficient_follows_the_kl_and_the_reference_is_reset(
 
 
 def test_exact_kl_agrees_with_its_estimate_on_the_policys_own_samples(make_config: Config) -> None:
-    """At the reference both are 0; after an update the exact one is the mean of k3 over many samples."""
+    """Both are 0 at the reference; after updates the exact KL is close to the mean of k3 over many samples."""
     found = {}
     for estimator in ("full", "k3"):
         learner = Learner(
@@ -187,7 +187,7 @@ def test_exact_kl_agrees_with_its_estimate_on_the_policys_own_samples(make_confi
 
 
 def test_filtered_completions_leave_the_loss_and_its_denominators(make_config: Config, batch: list[Group]) -> None:
-    """Filtering the truncated ones of a batch equals marking them failed, but for the statistics of their group."""
+    """Truncated completions leave the loss, but stay in the counts and statistics of the batch."""
     truncated = [replace(g, finish=np.array([0, 0, 0, 1], np.uint8), rewards=np.array([1, 0, 0, 0.5], np.float32))
                  for g in batch]  # fmt: skip
     config = make_config(algorithm={"scale_by_std": False, "overlong_filter": True, "aggregation": "sequence_mean"})
@@ -199,7 +199,7 @@ def test_filtered_completions_leave_the_loss_and_its_denominators(make_config: C
 
 
 def test_masked_groups_leave_the_loss_and_stay_in_the_baseline(make_config: Config, make_group: Make) -> None:
-    """Weight 0, as of an online trajectory that nobody finished, is a filter of the loss and not of the statistics."""
+    """Weight 0, as of an unfinished online trajectory, takes a group out of the loss but not out of the statistics."""
     config = make_config(algorithm={"type": "reinforce_pp", "group_size": 1}, train={"batch_size": 4})
     groups = [make_group(i, [reward], lengths=[4]) for i, reward in enumerate((1.0, 0.0, 0.0, 1.0))]
     whole = Learner(config).update(weighted(groups, (1.0,) * 4), update_index=0)
@@ -222,7 +222,7 @@ def test_long_completions_are_punished_and_rewards_shaped(make_config: Config, m
     keys = {"overlong_punishment": {"buffer": 0.5, "coef": 2.0}, "shaping": {"scale": 3.0}, "scale_by_std": False}
     punished = update(Learner(make_config(algorithm=keys)), groups)
     assert punished["groups/no_signal"] == 0
-    assert punished["reward/mean"] == 1, "what is reported is what was earned"
+    assert punished["reward/mean"] == 1, "the report shows the rewards before shaping"
     # rewards 3, 3, 3 - 1, 3 - 2
     assert punished["advantage/max"] == pytest.approx(3 - 2.25)
     assert punished["advantage/min"] == pytest.approx(1 - 2.25)
@@ -251,7 +251,7 @@ def test_a_gradient_that_is_not_finite_refuses_the_update(make_config: Config, b
             torch.testing.assert_close(saved[name], tensor, rtol=0, atol=0, equal_nan=True)
 
 
-def test_such_steps_can_be_left_out_instead(make_config: Config, batch: list[Group]) -> None:
+def test_steps_that_are_not_finite_can_be_skipped_instead(make_config: Config, batch: list[Group]) -> None:
     learner = Learner(make_config(train={"on_nonfinite": "skip", "minibatches": 2}))
     poison(learner)
     metrics = update(learner, batch)

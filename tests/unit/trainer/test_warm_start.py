@@ -38,7 +38,7 @@ def test_first_loss_is_the_cross_entropy_of_answers_and_end(make_config: Config)
     assert seen == [(1, pytest.approx(total / count, abs=1e-5))]
 
 
-def test_what_an_environment_answers_is_read_but_not_learnt(make_config: Config) -> None:
+def test_responses_of_an_environment_are_read_but_not_learnt(make_config: Config) -> None:
     learner = Learner(make_config())
     prompt, answer = [5, 18], [9, 30, 31, 7, EOS]
     with torch.no_grad():
@@ -49,7 +49,7 @@ def test_what_an_environment_answers_is_read_but_not_learnt(make_config: Config)
     assert seen == [pytest.approx(losses[[0, 3, 4]].mean().item(), abs=1e-5)]
 
 
-def test_it_learns_and_leaves_a_fresh_optimizer(make_config: Config) -> None:
+def test_a_warm_start_learns_and_leaves_a_fresh_optimizer(make_config: Config) -> None:
     learner = Learner(make_config(warm_start={"steps": 30, "learning_rate": 1e-2}))
     losses: list[float] = []
     learner.warm_start([ROWS] * 30, lambda step, loss: losses.append(loss))
@@ -85,7 +85,7 @@ def test_a_row_without_prompt_is_refused(make_config: Config) -> None:
 
 @pytest.mark.parametrize(("num_steps", "same"), [(1, True), (2, False)])
 def test_the_rate_follows_its_schedule(make_config: Config, num_steps: int, same: bool) -> None:
-    """The first step is made at the peak, whatever the schedule; the second of two is not."""
+    """The first step uses the peak rate under both schedules; the second of two uses a lower one under ``cosine``."""
     weights = []
     for schedule in ("constant", "cosine"):
         learner = Learner(make_config(warm_start={"steps": 2, "schedule": schedule}))

@@ -21,7 +21,7 @@ __all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "re
 T = TypeVar("T")
 
 MAX_SHOWN = 20
-"""Most flaws that a problem document lists."""
+"""Maximum number of flaws that a problem document lists."""
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
@@ -47,7 +47,7 @@ def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
 
 
 async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
-    """Return the JSON body as an object, {} if it is empty; with ``patch_too`` it may be a JSON merge patch."""
+    """Return the JSON body as an object, {} if it is empty; ``patch_too`` also accepts the type of merge patches."""
     return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
 
 

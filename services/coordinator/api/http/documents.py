@@ -20,19 +20,19 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_VALUES, MAX_DEPTH = 100_000, 64
-"""Bounds of a document. YAML aliases can expand a short text to an enormous document."""
+"""Maximum number of values and maximum depth of a document; YAML aliases can expand a short text to an enormous one."""
 
 MAX_YAML_VALUES = 20_000
-"""Most values of a YAML document. Composing YAML blocks the process, so larger documents must be JSON."""
+"""Maximum number of values of a YAML document. Composing YAML blocks the process, so larger documents must be JSON."""
 CHUNK_BYTES = 1 << 20
-"""Bytes that are scanned at a time."""
+"""Number of bytes of a JSON text that are scanned at a time."""
 
 MAX_FLAWS = 1000
-"""A body with more flaws is refused without a list, because building the list takes longer than reading the body."""
+"""Largest number of flaws that are listed: building a longer list would take longer than reading the body."""
 
 
 def from_json(body: bytes) -> Any:
-    """Parse JSON. Raises HttpProblem: 400 not JSON, 422 beyond the bounds."""
+    """Parse JSON. Raises HttpProblem: 400 not JSON, 422 too many values or too deep."""
     if count_values(body) > MAX_VALUES:
         raise _too_complex()
     try:
@@ -44,7 +44,7 @@ def from_json(body: bytes) -> Any:
 
 
 def from_yaml(body: bytes) -> Any:
-    """Parse YAML. Raises HttpProblem: 400 not YAML, 422 beyond the bounds or without a JSON form."""
+    """Parse YAML. Raises HttpProblem: 400 not YAML, 422 too many values, too deep, or a value without a JSON form."""
     try:
         _check_depth(body)
         data = yaml.load(body, Loader=YAMLLoader)  # a safe loader
@@ -64,10 +64,11 @@ def bound_values(body: bytes, most: int) -> None:
 
 
 def count_values(body: bytes) -> int:
-    """Return an upper bound of the number of values in a JSON text: exact, plus at most one per list or object.
+    """Return an upper bound of the number of values in a JSON text.
 
-    Parsing a few megabytes can create millions of objects in one blocking call, so this count comes first. For a text
-    that is not JSON the result is arbitrary.
+    A result above MAX_VALUES is exact, except that empty lists and objects count twice. For a text that is not JSON
+    the result is arbitrary. Callers count before they parse, because parsing a few megabytes can create millions of
+    objects in one blocking call.
     """
     at_most = 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
     if at_most <= MAX_VALUES:
@@ -81,7 +82,7 @@ def count_values(body: bytes) -> int:
 
 
 def items_of(body: bytes, most: int) -> list[bytes]:
-    """Split a JSON array into the texts of its items, at most ``most``. Invalid JSON yields at least one invalid text.
+    """Split a JSON array into the texts of its items. Of an invalid array at least one text is not valid JSON.
 
     Raises:
         HttpProblem: 400 not JSON, 413 more than ``most`` items, 422 not an array.
@@ -118,7 +119,7 @@ def _without_escapes(text: bytes) -> bytes:
 
 
 def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
-    """Return ``(mask of the bytes outside strings, the bytes, 1 if the next piece begins inside a string)``."""
+    """Return the mask of bytes outside strings, the bytes, and ``is_inside`` for the next piece (1: in a string)."""
     codes = np.frombuffer(piece, np.uint8)
     inside = (np.cumsum(codes == _QUOTE, dtype=np.uint8) + is_inside) & 1
     return inside == 0, codes, int(inside[-1]) if len(piece) else is_inside
@@ -134,12 +135,12 @@ def too_many_flaws(error: ValidationError) -> HttpProblem | None:
 
 
 def step(part: str) -> str:
-    """Return one step of a JSON pointer (RFC 6901)."""
+    """Return a key or index as one step of a JSON pointer (RFC 6901), escaped and with its slash."""
     return "/" + part.replace("~", "~0").replace("/", "~1")
 
 
 def _check_depth(body: bytes) -> None:
-    """Refuse deep or long YAML by its events: libyaml's composer recurses on the C stack and could crash here."""
+    """Refuse deep or long YAML while it is only scanned: libyaml's composer recurses on the C stack and could crash."""
     depth = 0
     try:
         for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):

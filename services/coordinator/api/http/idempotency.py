@@ -1,8 +1,8 @@
 """Idempotency-Key: a repeated POST has one effect and one reply (IETF draft-ietf-httpapi-idempotency-key-header).
 
-The first request claims its key: it stores a mark that it is running, and later its reply. Both are stored in this
-process, and also in Redis, which shares them with other replicas and keeps them across restarts. Without Redis they
-are valid only in this process.
+The first request with a key claims the key: the middleware stores that the request is running, and later its reply.
+Claims and replies are stored in this process, and also in Redis, which shares them with other replicas and keeps them
+across restarts. Without Redis they are valid only in this process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from penstock.shared.errors import Unavailable
 __all__ = ["Idempotency", "ReplyStore", "StoredReply", "token_of"]
 
 KEEP_S = 24 * 3600
-"""Seconds for which a reply is kept for repetitions."""
+"""Seconds for which a reply is stored, to answer repeated requests."""
 CLAIM_S = 60
-"""Seconds after which a claim without a reply is void, because its process has died."""
+"""Seconds after which a claim without a reply expires, since the process that claimed the key may have died."""
 MAX_ENTRIES, MAX_BYTES = 4096, 64 << 20
-"""Bounds of the replies in this process. Beyond them the API key with the most entries loses its oldest one."""
+"""Maximum number and bytes of entries in this process. Beyond, the API key that uses most loses its oldest entry."""
 MAX_REPLY_BYTES = 256 << 10
-"""Longer replies are not stored; a retry runs the request again."""
+"""Replies longer than this (bytes) are not stored; a retry then runs the request again."""
 LARGE_PATHS = frozenset({"/v1/files"})
-"""Paths whose bodies are too long to buffer before the caller is authorized. Their routes handle repetitions."""
+"""Paths whose bodies are too long to buffer before the route authorizes the caller. Their routes detect repetitions."""
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
-    """A stored reply; ``status`` 0: the request still runs. ``fingerprint`` is the SHA-256 of its query and body."""
+    """A stored reply; ``status`` is 0 while the request runs. ``fingerprint``: SHA-256 of the query and body sent."""
 
     fingerprint: bytes
     status: int = 0
@@ -47,17 +47,17 @@ class StoredReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyStore:
-    """Claims and replies by key. Memory comes first, so that a loss of Redis loses nothing that this process knows."""
+    """Claims and replies by key, in memory and in Redis; without Redis, those of this process remain valid."""
 
     def __init__(self, volatile: Volatile) -> None:
         self._volatile = volatile
         self._entries: dict[str, OrderedDict[str, tuple[float, StoredReply]]] = {}
-        """Entries by owner (id of an API key); the owner with the most entries is evicted from first."""
+        """Entries by owner (id of an API key). If there are too many, the owner that uses most loses its oldest one."""
         self._nbytes: Counter[str] = Counter()
         self._count = 0
 
     async def claim(self, key: str, fingerprint: bytes, *, owner: str) -> StoredReply | None:
-        """Claim ``key`` for a new request. Return None on success, or the entry of an earlier request."""
+        """Claim ``key`` for a new request; return None on success, or the entry of an earlier request."""
         known = self._recall(key, owner)
         if known is not None:
             return known
@@ -233,7 +233,7 @@ def _answer_again(earlier: StoredReply, digest: bytes) -> Response:
 
 
 def token_of(header: str) -> str:
-    """Return the key in the header: quoted as the draft requires, or bare as is common. Raises HttpProblem: 400."""
+    """Return the key in an Idempotency-Key header, quoted (as the draft requires) or bare. Raises HttpProblem: 400."""
     token = header[1:-1] if len(header) >= 2 and header[0] == header[-1] == '"' else header
     if not token or len(token) > 255 or not token.isascii() or not token.isprintable():
         raise HttpProblem(400, "bad_idempotency_key", "Idempotency-Key must be 1 to 255 printable ASCII characters")

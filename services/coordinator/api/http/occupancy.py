@@ -1,7 +1,7 @@
 """Per-caller limits on resources of this process: concurrent requests, large bodies being read, and parser threads.
 
 A caller at its own limit is refused or waits, while other callers are served. Keys of episodes and tokens count for the
-key that made them.
+key that created them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Occupancy:
 
     @contextlib.contextmanager
     def request(self, owner: str) -> Iterator[None]:
-        """Count a request while it is served. Raises HttpProblem: 429 the owner has too many."""
+        """Count a request of ``owner`` while it is served. Raises HttpProblem: 429 the owner has too many at once."""
         if self._requests[owner] >= self._most:
-            detail = f"more than {self._most} requests of this key are in hand; wait for some of them"
+            detail = f"more than {self._most} requests of this key are in progress; wait for some of them"
             raise _refusal("too_many_at_once", detail)
         self._requests[owner] += 1
         try:
@@ -55,7 +55,7 @@ class Occupancy:
                 del self._requests[owner]
 
     def large_body(self, owner: str) -> LargeBody:
-        """Return the slot of a body that may turn out to be large."""
+        """Return a ``LargeBody``, which takes no slot until the request's body turns out to be large."""
         return LargeBody(self._large, owner)
 
     async def parse(self, owner: str, body: bytes, work: Callable[[], T]) -> T:
@@ -83,7 +83,7 @@ class LargeBody:
         self._is_held = False
 
     async def enter(self) -> None:
-        """Wait for a slot; later calls do nothing. Raises HttpProblem: 429."""
+        """Wait for a slot; later calls do nothing. Raises HttpProblem: 429 none was free within WAIT_S."""
         if not self._is_held:
             self._is_held = True
             await self._held.enter_async_context(self._turns.turn(self._owner, "read"))
@@ -94,7 +94,7 @@ class LargeBody:
 
 
 class _Turns:
-    """Slots for at most ``most`` holders, and ``each`` per owner. An owner at its limit does not delay the others."""
+    """``most`` slots, of which one owner holds at most ``each``. An owner at its limit does not delay other owners."""
 
     def __init__(self, most: int, each: int) -> None:
         self._all, self._each = asyncio.Semaphore(most), each

@@ -1,4 +1,4 @@
-"""Replies with the bytes of a file that is already open, so that a deletion meanwhile does not break them."""
+"""Replies that stream a file which is already open, so that they complete even if the file is deleted meanwhile."""
 
 from __future__ import annotations
 

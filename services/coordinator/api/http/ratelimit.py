@@ -23,7 +23,7 @@ __all__ = ["Allowance", "RateLimiter", "parse_rate", "subscriber"]
 NUM_STORES = 256
 """Number of in-memory stores. A store scans all its counters at every hit, so the counters are spread over many."""
 PREFIX_V6 = 64
-"""Smallest IPv6 prefix that a subscriber gets (RFC 6177); clients choose addresses within it freely."""
+"""Prefix length by which IPv6 clients are counted: a subscriber chooses addresses within a /64 (RFC 6177)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Allowance:
 
 
 class RateLimiter:
-    """Sliding-window counters of requests (by caller, end user and address; live ones separately) and of tokens.
+    """Sliding-window counters of requests (by caller, end user, address), of live requests by caller, and of tokens.
 
     Raises:
         ConfigError: a limit does not look like ``600/minute``.
@@ -89,7 +89,7 @@ class RateLimiter:
     async def hit(self, caller: str, notation: str | None = None, *, live: bool = False) -> Allowance:
         """Count one request of ``caller`` against its own limit ``notation``, like ``600/minute``.
 
-        Without ``notation``, the deployment's limit applies, which is a separate one for ``live`` requests.
+        Without ``notation``, the deployment's limit applies; ``live`` requests have a limit and a count of their own.
         """
         item = parse_rate(notation) if notation is not None else self._live if live else self._item
         caller = f"{caller}:live" if live and notation is None else caller
@@ -102,13 +102,13 @@ class RateLimiter:
         return await self._count("address", self._address, ("address", subscriber(host)))
 
     async def take_user(self, caller: str, pseudonym: str, num_requests: int) -> Allowance | None:
-        """Count the requests of one end user that may pass; return the allowance, or None if users have no limit."""
+        """Count the requests of an end user, up to the limit; return the allowance, or None if users have no limit."""
         if self._user is None:
             return None
         return await self._count("user", self._user, ("user", caller, pseudonym), num_requests)
 
     async def check_tokens(self, owner: str) -> None:
-        """Raise HttpProblem (429) if the key ``owner`` has used up its tokens; count the first token of the answer."""
+        """Count the first token of an answer. Raise HttpProblem (429) if the key ``owner`` has no tokens left."""
         found = await self.take_tokens(owner, 1)
         if found is not None and not found.allowed:
             wait_s = max(1, found.reset_s)
@@ -116,7 +116,7 @@ class RateLimiter:
             raise HttpProblem(429, "token_rate_limited", detail, headers=found.headers())
 
     async def take_tokens(self, owner: str, number: int) -> Allowance | None:
-        """Count tokens of an answer, as many as are left; return the allowance, or None if tokens have no limit."""
+        """Count tokens of an answer, at most those left; return the allowance, or None if there is no limit."""
         if self._tokens is None or number < 1:
             return None
         return await self._count("tokens", self._tokens, ("tokens", owner), number)
@@ -151,7 +151,7 @@ async def _take(
 
 
 def subscriber(host: str) -> str:
-    """Return the address under which a client is counted; proxy names that are not addresses count as one client."""
+    """Return the address, or the IPv6 network, under which ``host`` is counted; "unknown" if it is no IP address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

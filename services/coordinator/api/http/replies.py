@@ -26,7 +26,7 @@ __all__ = ["Json", "Problem", "from_error", "problem_body", "problem_response"]
 
 
 class ErrorObject(BaseModel):
-    """The same problem in the format of OpenAI's errors."""
+    """A problem in the format of OpenAI's errors."""
 
     message: str
     type: str
@@ -47,7 +47,7 @@ class Problem(BaseModel):
     error: ErrorObject
 
     def document(self) -> dict[str, Any]:
-        """Return the document as JSON, without ``max_bytes`` unless something was too long."""
+        """Return the document as a JSON object, without ``max_bytes`` if it is None."""
         return self.model_dump(mode="json", exclude={"max_bytes"} if self.max_bytes is None else None)
 
 
@@ -76,7 +76,7 @@ _KINDS: tuple[tuple[type[PenstockError], int, str], ...] = (
 
 
 def from_error(error: PenstockError) -> HttpProblem:
-    """Return the HTTP form of an error; a class that ``_KINDS`` lacks becomes a 500 with the error's text."""
+    """Return the HTTP problem for an error; an error class that is not in ``_KINDS`` becomes a 500 with the text."""
     if isinstance(error, HttpProblem):
         return error
     for kind, status, code in _KINDS:

@@ -20,7 +20,7 @@ RETRY = b"retry: 1000\n\n"
 """First bytes of a stream: the client's delay before it reconnects, in ms."""
 PING, END = b": ping\n\n", b"event: end\ndata: {}\n\n"
 EventId = int | str
-"""Value that ``Last-Event-ID`` sends back: a sequence number, or a one-line cursor."""
+"""Id of an event, which a client sends back as ``Last-Event-ID``: a sequence number, or a one-line cursor."""
 CONTENT: dict[str, Any] = {
     "text/event-stream": {
         "schema": {
@@ -36,7 +36,7 @@ CONTENT: dict[str, Any] = {
         }
     }
 }
-"""Schema of event streams in the OpenAPI document; before OpenAPI 3.2 it describes one event."""
+"""Schema of event streams in the OpenAPI document. It describes one event: OpenAPI before 3.2 has none for streams."""
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 

@@ -16,7 +16,7 @@ class Turns:
         self._begun = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    async def mine(self) -> None:
+    async def wait(self) -> None:
         """Wait for the caller's turn."""
         loop = asyncio.get_running_loop()
         if not self._begun:

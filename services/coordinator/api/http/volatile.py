@@ -1,4 +1,4 @@
-"""Redis or Valkey as an optional helper: short timeouts, and a circuit breaker so that no caller queues."""
+"""Redis or Valkey as an optional store: calls have short timeouts, and fail at once while a circuit breaker is open."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Volatile:
         return self.client is not None
 
     async def answers(self) -> bool:
-        """Ping Redis, unless the circuit breaker is open; return True if it answered the latest call."""
+        """Ping Redis unless the circuit breaker is open; return True if Redis answered the latest call."""
         with contextlib.suppress(Unavailable):
             await self.call(lambda client: client.ping())
         return not self._away

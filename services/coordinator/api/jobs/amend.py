@@ -121,7 +121,7 @@ async def amend(
     batches keep their settings, so that replays stay exact. A new temperature applies to completions sampled from then
     on; each completion is trained at the temperature at which it was sampled. `backend` applies after the current
     update: the trainer writes a checkpoint and resumes from it with the new backend, including the optimizer state.
-    `If-Match` fails if the job file was changed since.
+    `If-Match` fails if the job file was changed since the `ETag` was read.
     """
     patch = await read_object(request, patch_too=True)
 
@@ -171,7 +171,7 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
 
 
 def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return ``raw``; if the patch selects another type of backend, without the keys of the old backend."""
+    """Return ``raw``; if ``patch`` selects another type of backend, drop the keys of the old backend from it."""
     section = patch.get(BACKEND)
     if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
         return raw
@@ -246,7 +246,7 @@ async def extend(request: Request, job: JobId, caller: Writer, backend: BackendD
 
 @router.post("/checkpoints", status_code=202, response_model=Operation)
 async def checkpoint_now(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Request a checkpoint of the current weights; the operation reports its number once it exists."""
+    """Request a checkpoint of the current weights; the operation reports the checkpoint's number once it exists."""
     return await begin(backend, job, "checkpoint", caller)
 
 

@@ -70,7 +70,7 @@ async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
     },
 )
 async def archive(job: JobId, number: Number, backend: BackendDep) -> Response:
-    """Download all files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; its bytes never vary."""
+    """Download all files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; always the same bytes."""
     row = await backend.checkpoints.row(job, number)
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host")
@@ -99,7 +99,7 @@ async def download(
     if_range: Annotated[str, Header()] = "",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
-    """Download a file. Its ``ETag`` is its sha256; ``Range`` with ``If-Range`` resumes an interrupted download."""
+    """Download a file of a checkpoint. The ``ETag`` is its sha256; ``Range`` with ``If-Range`` resumes a download."""
     path, sha256 = await backend.checkpoints.file(job, number, name)
     what = f"file '{name}' of checkpoint {number}"
     return await send_file(path, sha256, what, wanted=wanted, if_range=if_range, if_none_match=if_none_match)

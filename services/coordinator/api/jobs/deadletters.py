@@ -24,7 +24,7 @@ LetterId = Annotated[int, Path(ge=1, le=_SEQ_MAX, description="As the list shows
 
 
 class LetterRow(BaseModel):
-    """A dead letter: its source stream, number of delivery attempts, reason, and the draw that it belongs to."""
+    """A dead letter: its source stream, number of delivery attempts, reason, and the draw to which it belongs."""
 
     id: int
     time: float
@@ -44,7 +44,7 @@ class Letter(LetterRow):
 
 
 class LetterList(BaseModel):
-    """One page, oldest first; ``after=last_id`` gets the next."""
+    """One page of dead letters, oldest first; ``after=last_id`` gets the next."""
 
     object: Literal["list"] = "list"
     data: list[LetterRow]
@@ -89,9 +89,9 @@ async def replay_letter(
 ) -> Response:
     """Retry a dead letter of a running job: its prompt becomes a new draw in the ledger; the dead letter is dropped.
 
-    A dead letter of live interactions or feedback is stored in its stream again, except items that are decided or known
-    by now (``result.stored`` counts the stored items). If it still cannot be decoded, the operation fails and the dead
-    letter stays.
+    A dead letter of live interactions or feedback is stored in its stream again, except items that the job has received
+    or decided meanwhile (``result.stored`` counts the stored items). If the dead letter still cannot be decoded, the
+    operation fails and the dead letter stays.
     """
     await backend.jobs.get(job)
     await backend.dead_letters.check_replayable(job, letter)

@@ -42,7 +42,7 @@ MAX_WAIT_S = 300.0
 CHARACTERS = "char"
 """Name of the character tokenizer, which has no file."""
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-"""Name of a model on a hub, unless a file with that path exists."""
+"""Name of a model on a hub, such as `ORG/NAME`. A path on disk can have the same form."""
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -255,7 +255,7 @@ def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
-    """Check that a caller may read the files that a job file names. Follows symbolic links; blocks.
+    """Check that a caller may read the files that a job file names. This follows symbolic links, and blocks.
 
     Raises:
         HttpProblem: 403 a path leads outside the deployment's directories; the text names the setting of the job file.
@@ -274,7 +274,7 @@ def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None
 
 
 def _resolved(name: str) -> Path:
-    """Return the path with symbolic links resolved. Raises HttpProblem: 403 it cannot be resolved."""
+    """Return the path ``name`` with symbolic links resolved. Raises HttpProblem: 403 they cannot be resolved."""
     try:
         return Path(name).expanduser().resolve()
     except (OSError, ValueError, RuntimeError) as error:  # link loops, unknown users, bytes that are not valid in paths

@@ -23,7 +23,7 @@ async def follow_logs(
 ) -> AsyncIterator[tuple[str, Row]]:
     """Yield ``(cursor, {"type": "log", "lines": [...]})``: the last ``tail`` lines, then new ones as they come.
 
-    Ends once the job is terminal and a last read is done. Clients at the same cursor share a read. ``after``:
+    Once the job is terminal, the stream ends after one more read. Clients at the same cursor share a read. ``after``:
     cursor of an earlier reply, to continue there; ``unnamed``: include lines without a job id.
     """
     cursor = after

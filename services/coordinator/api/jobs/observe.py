@@ -1,4 +1,4 @@
-"""Routes that show what a job does: events, metrics, workers, samples, waits, audit, logs, replay."""
+"""Routes that show the progress of a job: events, metrics, workers, samples, waits, audit, logs, replay."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
 MAX_REPLICAS = 64
 
 
-class ScaleWish(BaseModel):
+class ScaleBody(BaseModel):
     """Wanted number of workers, which serve every job of the deployment."""
 
     model_config = ConfigDict(extra="forbid")
@@ -33,7 +33,7 @@ class ScaleWish(BaseModel):
     replicas: int = Field(ge=0, le=MAX_REPLICAS)
 
 
-@router.post("/scale", status_code=202, response_model=Operation, openapi_extra=body_schema(ScaleWish))
+@router.post("/scale", status_code=202, response_model=Operation, openapi_extra=body_schema(ScaleBody))
 async def scale(
     request: Request,
     job: JobId,
@@ -44,15 +44,15 @@ async def scale(
 
     409 `not_supervised` if `penstock up` does not run the deployment: scale it with the tool that runs the containers.
     """
-    wish = await read_model(request, ScaleWish)
+    body = await read_model(request, ScaleBody)
     await backend.jobs.get(job)
     try:
-        await backend.scaling.pool(wish.pool)
+        await backend.scaling.pool(body.pool)
     except Unavailable:
         raise HttpProblem(
             409,
             "not_supervised",
-            f"nobody here starts processes by request: scale the service '{wish.pool}' where it runs "
-            f"(docker compose up --scale {wish.pool}={wish.replicas}, kubectl scale); jobs take the workers that come",
+            f"nobody here starts processes by request: scale the service '{body.pool}' where it runs "
+            f"(docker compose up --scale {body.pool}={body.replicas}, kubectl scale); jobs take the workers that come",
         ) from None
-    return await begin(backend, job, "scale", caller, wish.model_dump())
+    return await begin(backend, job, "scale", caller, body.model_dump())

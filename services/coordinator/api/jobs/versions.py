@@ -24,7 +24,7 @@ _LARGEST = (1 << 53) - 1
 
 
 class Promotion(BaseModel):
-    """The version to serve."""
+    """The version that a promotion should serve."""
 
     model_config = ConfigDict(extra="forbid")
 

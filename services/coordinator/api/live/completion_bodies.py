@@ -21,9 +21,9 @@ __all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
 
 EPISODE = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 MAX_CHOICES = 256
-"""Most choices of one request: prompts times ``n``."""
+"""Maximum number of choices of one request: prompts times ``n``."""
 MIN_TEMPERATURE = 1e-3
-"""Smallest sampling temperature above 0: dividing logits by less overflows. 0 is greedy."""
+"""Smallest sampling temperature above 0; dividing logits by less could overflow. Temperature 0 is greedy decoding."""
 
 
 def _no_tiny_temperature(value: float) -> float:
@@ -41,7 +41,7 @@ UserField = Annotated[str | None, Field(max_length=MAX_USER)]
 
 
 class StreamOptions(BaseModel):
-    """Contents of a stream besides the text."""
+    """Options of a stream; `include_usage` adds the token counts at its end."""
 
     include_usage: bool = False
 
@@ -84,7 +84,7 @@ class _Body(BaseModel):
 
     @property
     def about(self) -> RequestMetadata:
-        """The metadata; empty if the request has none."""
+        """Metadata of the request; empty if the body has none."""
         return self.metadata or RequestMetadata()
 
     @property
@@ -101,7 +101,7 @@ class _Body(BaseModel):
         return next((name for name, wanted in asked.items() if wanted), None)
 
     def form(self) -> Constraint | None:
-        """Return the required form of the answer. Raises HttpProblem: 400."""
+        """Return the constraint on the answer, or None. Raises HttpProblem: 400 invalid or unsupported."""
         return constraint_of(self.response_format)
 
 
@@ -189,7 +189,7 @@ class CompletionBody(_Body):
 
 
 def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, str], key_id: str) -> InferenceRequest:
-    """Return the request for a rollout worker; the gateway completes it.
+    """Return the request for a rollout worker; the gateway still adds ids, its own address and the episode.
 
     Raises:
         HttpProblem: 400 a field has an unsupported value.

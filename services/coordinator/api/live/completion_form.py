@@ -15,7 +15,7 @@ __all__ = ["MAX_SCHEMA_BYTES", "MAX_TOOLS", "constraint_of"]
 MAX_SCHEMA_BYTES = 64 << 10
 """Largest total size of a request's schemas for constrained answers, as JSON."""
 MAX_TOOLS = 128
-"""Most tools of a request with a constrained answer."""
+"""Maximum number of tools of a request with a constrained answer."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -29,13 +29,13 @@ def constraint_of(
     tool_choice: str | dict[str, Any] | None = None,
     parallel: bool = True,
 ) -> Constraint | None:
-    """Return the required form of the answer; None for unconstrained.
+    """Return the constraint on the answer; None if the answer is free.
 
     A forced call takes precedence over `response_format`. If calls are optional, an answer is a call or follows
     `response_format`.
 
     Raises:
-        HttpProblem: 400 names the field.
+        HttpProblem: 400 a field is invalid or unsupported; the error names the field.
     """
     schema = _answer_schema(response_format)
     forced = tool_choice not in (None, "auto", "none")

@@ -134,7 +134,7 @@ class CompletionReply(Response):
 
 
 def as_problem(error: PenstockError, constraint: Constraint | None = None) -> HttpProblem:
-    """Convert an error to the form of OpenAI's API: 400 for a prompt or a form that cannot be answered."""
+    """Convert an error to the form of OpenAI's API: 400 for a prompt or a constraint that no worker can serve."""
     if isinstance(error, ConstraintError) and constraint is not None:
         flaw = Flaw(pointer=f"/{constraint.asked_by}", detail=str(error))
         return HttpProblem(400, "invalid_schema", f"{constraint.asked_by}: {error}", errors=[flaw])

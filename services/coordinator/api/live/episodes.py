@@ -144,7 +144,7 @@ async def list_episodes(
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the episodes of a model that the key opened, oldest first; the scope `admin` lists those of all keys."""
+    """List a model's episodes that the key opened, oldest first; the scope `admin` lists those of all keys."""
     found = await _book(backend).list_all(served_of(backend, model, caller))
     found = [record for record in found if _is_own(caller, record.key_id) and (after is None or record.id > after)]
     page = [_shown(record, request) for record in found[:limit]]
@@ -176,7 +176,7 @@ async def list_interactions(
 ) -> Response:
     """List the recorded interactions of an episode in order, also if it was never opened, or after its job ended.
 
-    A key sees interactions of its own requests and of the keys and episodes that it made; the scope `admin` sees all.
+    A key sees interactions of its own requests and of keys and episodes that it created; the scope `admin` sees all.
     """
     if bare_id(episode) is None:
         raise NotFound(f"'{episode}' is not the id of an episode")
@@ -232,7 +232,7 @@ async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wante
 
 
 def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:
-    """Return the stored form of a body, with users as pseudonyms."""
+    """Return the fields of ``body`` that the episode's record stores, with pseudonyms instead of users."""
     user = pseudonym(body.user or body.tags.get(USER_TAG, ""))
     tags = named_tags(body.tags, pseudonym)
     return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}

@@ -42,7 +42,7 @@ __all__ = ["DIRECT", "router"]
 router = APIRouter(tags=["feedback"])
 ADMIN = [require("feedback:admin")]
 LATER = (429, 503)
-"""Status codes of refusals after which the same item may be sent again."""
+"""Status codes of refusals after which a client may send the same item again."""
 
 Sender = Annotated[Caller, require("feedback:write", in_episode=True, reach="checked")]
 Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True, reach="checked")]

@@ -24,16 +24,16 @@ __all__ = ["NDJSON", "read_batch", "read_post"]
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 MAX_LINES = 1 << 16
-"""Most lines of a body, including empty ones."""
+"""Maximum number of lines of a body, including empty ones."""
 
 FAST_BYTES = 256 << 10
-"""Arrays up to this size are parsed as a whole, which is twice as fast."""
+"""Arrays up to this size (bytes) are parsed as a whole, twice as fast as item by item."""
 
 MAX_ITEM_VALUES = 3 * MAX_TOKENS + MAX_VALUES
-"""Most JSON values of one item: the tokens of an interaction, their log-probs, and the rest."""
+"""Maximum number of JSON values of one item: the tokens of an interaction, their log-probs, and all other values."""
 
 Read = Any | HttpProblem
-"""A validated post, or its flaws."""
+"""A validated post, or the HTTP problem with its flaws."""
 
 
 async def read_post(request: Request) -> Any:
@@ -69,7 +69,7 @@ def _media_type(request: Request, *known: str) -> str:
 
 
 def _parse(body: bytes) -> Read:
-    """Return one post, or its flaws."""
+    """Parse and validate one post; return it, or the HTTP problem with its flaws."""
     try:
         bound_values(body, MAX_ITEM_VALUES)
         post = POST.validate_json(body)

@@ -1,4 +1,4 @@
-"""Feedback tokens, each valid for one verdict: the route that makes them, and the checks of posts that use them."""
+"""Feedback tokens, each valid for one verdict: the route that creates them, and checks of posts that use them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 router = APIRouter(tags=["feedback"])
 SHORTEST_S, DEFAULT_S, LONGEST_S = 1.0, 86400.0, 30 * 86400.0
-"""Lifetimes of a token, in seconds."""
+"""Shortest, default and longest lifetime of a token, in seconds."""
 
 
 class FeedbackTokenRequest(BaseModel):
@@ -109,7 +109,7 @@ def bound_post(post: Any, caller: Caller) -> Any:
 
 
 def once(found: Row | HttpProblem, caller: Caller) -> Row | HttpProblem:
-    """Return ``found``, the receipt or refusal of a post; a 409 instead if the sender's token was used before."""
+    """Return ``found``, the receipt or refusal of a post, or a 409 if the sender's token was used before."""
     if caller.token is None:
         return found
     again = found.code == "feedback_id_reused" if isinstance(found, HttpProblem) else bool(found["duplicate"])

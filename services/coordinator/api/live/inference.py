@@ -40,9 +40,9 @@ __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 router = APIRouter(tags=["inference"])
 Reader = Annotated[Caller, require("models:read", reach="checked")]
 APPEAR_S, APPEAR_LOOK_S = 10.0, 0.02
-"""Longest wait for this process's gateway to know a new deployment, and the poll interval, in seconds."""
+"""Longest wait until this process's gateway knows a new deployment, and the poll interval, in seconds."""
 DECISION_S = 2.0
-"""Longest wait for the decision on an interaction, in seconds; the record is shown without it afterwards."""
+"""Longest wait for the decision on an interaction, in seconds; after that the reply shows no decision."""
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": CONTENT},
     410: {"description": "The episode is over."},
@@ -53,7 +53,7 @@ EpisodeId = Annotated[str, Path(max_length=128, pattern="^[A-Za-z0-9._:-]+$", de
 
 
 Span = Annotated[list[int], Field(min_length=3, max_length=3)]
-"""Policy version, and the start and stop of its tokens."""
+"""``[policy version, start, stop]``: this version sampled the tokens [start, stop)."""
 
 
 class Model(BaseModel):
@@ -322,7 +322,7 @@ def serving_of(backend: Backend) -> Gateway:
 
 
 def served_of(backend: Backend, model: str, caller: Caller) -> Served:
-    """Return a model by name or id of its job. Raises HttpProblem: 404 no such model, or the key does not reach it."""
+    """Return a model by the name or id of its job. Raises HttpProblem: 404 no such model, or out of the key's reach."""
     try:
         served = serving_of(backend).find(model)
     except NotFound:
@@ -343,7 +343,7 @@ def _all(backend: Backend) -> list[Served]:
 
 
 async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelOrigin:
-    """Return the checkpoint that ``model`` names, as `job:NAME@final`.
+    """Return the checkpoint that a ``model`` of the form `job:NAME@final` names.
 
     Raises:
         HttpProblem: 404 there is no such checkpoint, or the key does not reach it.
@@ -389,7 +389,7 @@ async def _check_alive(backend: Backend, job: str) -> None:
 
 
 async def _opened(backend: Backend, ask: Ask, model: str, caller: Caller) -> Any:
-    """Return the answer once a worker accepts the request; redeploy a checkpoint whose idle deployment just ended."""
+    """Send the request; return the answer once a worker accepts it. Redeploy a checkpoint whose deployment ended."""
     try:
         return await serving_of(backend).open(ask)
     except NotFound:

@@ -35,13 +35,13 @@ class RollbackToVersion(BaseModel):
 
 
 class Kept(BaseModel):
-    """The newest checkpoint of a version."""
+    """The newest checkpoint of a policy version."""
 
     number: int
     time: float
     """Time of the checkpoint, in Unix seconds."""
     available: bool
-    """True if its files are on the coordinator's host."""
+    """True if the checkpoint's files are on the coordinator's host."""
 
 
 class ModelVersion(BaseModel):
@@ -105,5 +105,5 @@ async def roll_back_model(
 
 
 async def _checkpoints_of(backend: Backend, job: str) -> dict[int, Kept]:
-    """Return the newest checkpoint of each version."""
+    """Return the newest checkpoint of each policy version of a job, by version."""
     return {row["version"]: Kept.model_validate(row) for row in await backend.checkpoints.rows(job)}

@@ -26,7 +26,7 @@ def own_episode(caller: Caller, named: str, job: str) -> str:
     An episode key determines the episode; for other keys it is ``named``, the id in the request ('' for none).
 
     Raises:
-        HttpProblem: 403 the key is for another episode, or for an episode with another model.
+        HttpProblem: 403 the key is for another episode than ``named``, or for an episode with another model.
     """
     if not caller.episode:
         return named
@@ -42,7 +42,7 @@ async def check_own_episode(caller: Caller, posts: Sequence[Any], service: Feedb
     """Check that an episode key posts feedback on its own episode only.
 
     Raises:
-        HttpProblem: 403 the feedback is about something else.
+        HttpProblem: 403 the feedback is not about the episode or its turns.
     """
     if not caller.episode:
         return

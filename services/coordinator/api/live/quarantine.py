@@ -28,7 +28,7 @@ Admin = Annotated[Caller, require("feedback:admin")]
 AdminOfAll = Annotated[Caller, require("feedback:admin", reach="checked")]
 After = Annotated[str, Query(max_length=64, description="last_id of the previous page")]
 Limit = Annotated[int, Query(ge=1, le=100)]
-_NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not held back, or no longer."}}
+_NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "The item is not in quarantine (any more)."}}
 
 
 class HeldRow(BaseModel):
@@ -54,7 +54,7 @@ class HeldItem(HeldRow):
 
 
 class HeldList(BaseModel):
-    """One page, in the order of ids; ``after=last_id`` gets the next."""
+    """One page of quarantined items, in the order of ids; ``after=last_id`` gets the next."""
 
     object: Literal["list"] = "list"
     data: list[HeldRow]
@@ -135,7 +135,7 @@ async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: i
 
 
 async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
-    """Return the job of an item. Raises NotFound: no such item, or the key does not reach its model."""
+    """Return the id of an item's job. Raises NotFound: no such item, or the key does not reach the model of the job."""
     job: str = (await _feedback(backend).status_of(item))["job"]
     await check_job(backend, caller, job, f"no feedback '{bare_id(item) or item[:80]}' was accepted here")
     return job

@@ -13,7 +13,7 @@ __all__ = ["check_user", "over_limit"]
 
 
 async def check_user(limiter: RateLimiter, caller: Caller, user: str, pseudonym: Callable[[str], str]) -> None:
-    """Count a request for ``user`` ('' for none).
+    """Count a request of the end user ``user`` ('' for none) against the limit for users.
 
     Raises:
         HttpProblem: 429 the user is beyond the limit.
@@ -27,7 +27,7 @@ async def check_user(limiter: RateLimiter, caller: Caller, user: str, pseudonym:
 async def over_limit(
     limiter: RateLimiter, caller: Caller, users: Sequence[str], pseudonym: Callable[[str], str]
 ) -> list[HttpProblem | None]:
-    """Count requests or items by their users ('' for none); return for each its refusal, or None.
+    """Count requests or items by end user ('' for none); return one entry for each: its refusal, or None.
 
     The first items of each user pass, up to the limit. The bearer of an episode key or a feedback token can name any
     user, so each such bearer is counted separately and cannot use up the limits of others.

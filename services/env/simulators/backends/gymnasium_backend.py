@@ -4,10 +4,10 @@ Dict of Box.
 ``env_id`` is the id in Gymnasium, prefixed with ``module:`` if a module must be imported to register it. The state id
 is the seed of the episode.
 
-Gymnasium's own environments of classic control and MuJoCo have snapshots. So has an environment of the user with the
-methods ``snapshot()``, which returns numbers, texts and arrays in dicts, lists and tuples, and ``restore(values)``. A
-wrapper around either, unless it is one that ``gymnasium.make`` adds by itself, may hold anything: it must have both
-methods, too.
+Gymnasium's own environments of classic control and MuJoCo have snapshots. A user's environment has snapshots if it
+defines ``snapshot()``, which returns numbers, texts and arrays in dicts, lists and tuples, and ``restore(values)``. A
+wrapper may hold any state, so a wrapped environment has snapshots only if the wrapper defines both methods, too; the
+wrappers that ``gymnasium.make`` adds by itself need not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["GymnasiumEnvironment", "make", "make_with_camera"]
 
 WITH_SNAPSHOTS = ("gymnasium.envs.classic_control.", "gymnasium.envs.mujoco.")
 WRAPPERS = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
-"""Wrappers whose state is plain attributes."""
+"""Wrappers whose whole state is in plain attributes."""
 PICTURE = 256
 """Width and height of images rendered by MuJoCo, in pixels; other environments choose their size."""
 PLAIN = (bool, int, float, str, type(None), np.ndarray, np.generic)
@@ -37,13 +37,12 @@ LAGGING = (
     "xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "subtree_com",
     "cinert", "cvel", "cfrc_ext", "qfrc_actuator", "sensordata",
 )  # fmt: skip
-"""Arrays of MuJoCo that a step computes before it moves the bodies, and that environments read before the
-next step."""
+"""Arrays of MuJoCo that a step computes before it moves the bodies, and that environments read after the step."""
 DRAWING = frozenset({
     "render_mode", "width", "height", "camera_id", "camera_name", "screen", "screen_dim", "screen_width",
     "screen_height", "surf", "clock", "isopen", "fullpath",
 })  # fmt: skip
-"""Attributes that do not depend on the episode but on how and where an environment was made; not in a snapshot."""
+"""Attributes that depend on how and where the environment was created, not on the episode; snapshots omit them."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
@@ -82,7 +81,7 @@ class GymnasiumEnvironment:
         return self._named(observation), float(reward), terminated, truncated, bool(info.get("success", False))
 
     def state(self) -> bytes:
-        """Return MuJoCo's time, positions and velocities, or ``state`` of classic control; and the random generator."""
+        """Return MuJoCo's time, positions and velocities, or the attribute ``state``; and the random generator."""
         inner: Any = self._env.unwrapped
         if hasattr(inner, "data") and hasattr(inner.data, "qpos"):
             parts: list[Any] = [inner.data.time, inner.data.qpos.tobytes(), inner.data.qvel.tobytes()]

@@ -5,9 +5,9 @@ libero_90.
 State ids 0 to 49 are initial states of the library. A higher id draws object positions from the regions of the task,
 with the id as seed. Then the objects settle for ``settle_steps`` steps without an action.
 
-The wheel contains tasks and initial states, but no meshes. Option ``assets`` names their location: none for the package
-(where ``libero-download-assets`` puts them), a folder on the env workers, or ``primitive`` for boxes and cylinders
-defined in this file, with which the ten tasks of libero_object run on the real engine.
+The wheel contains tasks and initial states, but no meshes. Option ``assets`` names their location: a folder on the env
+workers, or ``primitive`` for boxes and cylinders defined in this file, with which the ten tasks of libero_object run on
+the real engine. The default is the package, where ``libero-download-assets`` puts the meshes.
 
 Further options: ``horizon`` (default: the suite's), ``terminate_on_success`` (default true), ``settle_steps``
 (default 5), and ``reach_reward`` (default 0). The library's reward is 1 for the step that solves the task, which an

@@ -44,7 +44,7 @@ class ManiSkillEnvironment:
         self, env_id: str, *, camera: bool = False, horizon: int | None = None, on_success: str = "terminate",
         **arguments: Any,
     ) -> None:  # fmt: skip
-        """Raises ValueError if the task or its assets are missing, or an option or a space is not supported."""
+        """Create the environment. Raises ValueError for a missing task or assets, or unsupported options or spaces."""
         if horizon is not None and horizon < 1:
             raise ValueError(f"horizon {horizon}: an episode has at least one step")
         if on_success not in ON_SUCCESS:
@@ -89,7 +89,7 @@ class ManiSkillEnvironment:
     def snapshot(self) -> dict[str, Any]:
         """Return the seed and the actions so far.
 
-        The library's ``get_state_dict`` does not hold what PhysX keeps over a step: after ``set_state_dict`` the next
+        The library's ``get_state_dict`` lacks what PhysX keeps from step to step: after ``set_state_dict`` the next
         observations differ in the last bits.
         """
         return {"state_id": self._state_id, "actions": self._actions}
@@ -121,7 +121,7 @@ def make(env_id: str, options: dict[str, Any]) -> ManiSkillEnvironment:
 
 
 def make_with_camera(env_id: str, options: dict[str, Any]) -> ManiSkillEnvironment:
-    """Create an environment that can render. Raises ValueError if no Vulkan driver can on this host."""
+    """Create an environment that can render. Raises ValueError if this host has no usable Vulkan driver."""
     try:
         return ManiSkillEnvironment(env_id, camera=True, **options)
     except RuntimeError as error:
@@ -175,7 +175,7 @@ def replace_materials() -> None:
 
 
 def spaces_of(env_id: str, env: Any) -> dict[str, Any]:
-    """Return the spaces of an environment for its spec. Raises ValueError unless both are one Box."""
+    """Return the spaces of an environment for its spec. Raises ValueError unless each is one Box."""
     actions, observations = env.single_action_space, env.single_observation_space
     if not hasattr(actions, "low") or not hasattr(observations, "low"):
         raise ValueError(f"'{env_id}': actions are {actions}; tasks of several robots are not supported")

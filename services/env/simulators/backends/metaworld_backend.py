@@ -31,9 +31,9 @@ PICTURE = 256
 """Default width and height of rendered images, in pixels."""
 CAMERA = {"distance": 1.7, "azimuth": 215.0, "elevation": -28.0, "lookat": np.array([0.0, 0.6, 0.15])}
 PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
-"""Parts of MuJoCo's state from which it continues bit for bit, with controls, mocap bodies and the warm start."""
+"""Parts of MuJoCo's state that determine all next steps bit for bit, such as controls and the warm start."""
 DRAWING = frozenset({"render_mode", "width", "height", "camera_id", "camera_name"})
-"""Attributes that do not depend on the episode but on how an environment was made; not in a snapshot."""
+"""Attributes that depend on how the environment was created, not on the episode; snapshots omit them."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
@@ -121,7 +121,7 @@ class MetaWorldEnvironment:
         return {"state_id": self._state_id, "steps": self._steps, "physics": physics, "kept": kept}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Continue from a snapshot: begin its episode, as its goal changes the model, then set what steps changed."""
+        """Continue from a snapshot: begin its episode, because the goal changes the model; then set its values."""
         self.reset(values["state_id"])
         model, data = self._env.model, self._env.data
         mujoco.mj_setState(model, data, values["physics"], PHYSICS)

@@ -35,7 +35,7 @@ DTYPES = {"F32": "<f4"}
 
 
 class WorldModel:
-    """One environment simulated by a model, with observations and rewards clipped to the widened recorded range.
+    """One environment, simulated by a model. It clips observations and rewards to the recorded range, slightly widened.
 
     Args:
         task: the simulator's task, which must be the one that the model was trained on.
@@ -81,7 +81,7 @@ class WorldModel:
         return self._named()
 
     def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
-        """Predict with a random member. Termination counts as success if it did in all recorded episodes."""
+        """Predict with a random member. Termination counts as success if it did so in all recorded episodes."""
         t = self._tensors
         member = int(self._random.integers(len(self._layers[0][0])))
         x = np.concatenate([self._state, self._encoded(action)])
@@ -133,7 +133,11 @@ class WorldModel:
 
 
 def make(env_id: str, options: dict[str, Any]) -> WorldModel:
-    """Create an environment. Options: ``model``, a folder, and ``starts``. Raises ValueError if they are invalid."""
+    """Create an environment from the options ``model`` (a folder) and ``starts`` (`recorded` or `anywhere`).
+
+    Raises:
+        ValueError: an option is invalid, or ``model`` is missing.
+    """
     unknown = sorted(options.keys() - {"model", "starts"})
     if unknown:
         raise ValueError(f"no option '{unknown[0]}'; there is: model, starts")
@@ -143,10 +147,10 @@ def make(env_id: str, options: dict[str, Any]) -> WorldModel:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[np.float32]]:
-    """Read a safetensors file of float32 without the package, which not every interpreter has.
+    """Read float32 tensors by name from a safetensors file, without the package `safetensors`, which may be missing.
 
     Raises:
-        ValueError: the file cannot be read, or is not such a file.
+        ValueError: the file cannot be read, or is no safetensors file of float32.
     """
     try:
         data = path.read_bytes()

@@ -55,7 +55,7 @@ class TornWeights(WeightsError):  # noqa: N818
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a run. ``tokens``: number of sampled tokens.
+    """Result of one ``Batch.run``. ``tokens``: number of sampled tokens.
 
     ``torn``: the weights were overwritten during a forward pass, whose tokens were discarded.
     """
@@ -196,7 +196,7 @@ class Batch:
         self._cache.release()
 
     def close(self) -> None:
-        """Release all memory except the weights, and the guard with its reference to the weight slot. Final."""
+        """Release all memory but the weights, and the guard, which refers to the weight slot. No call may follow."""
         self.guard = None
         self._held.clear()
         self._cache.release()
@@ -217,7 +217,7 @@ class Batch:
         self._finish(code_R, outcome)
 
     def _computed(self, parts: Sequence[Part]) -> None:
-        """Mark the rows of a pass as fresh, or note how many of their tokens are in the cache."""
+        """Mark as fresh the rows that a pass completed; for other rows, record how many tokens are in the cache."""
         for part in parts:
             for completion in self._rows.completions[max(part.start, self._fresh) : part.stop]:
                 completion.num_cached = part.num_cached
@@ -225,7 +225,7 @@ class Batch:
                 self._fresh = part.stop
 
     def _advance(self, parts: Sequence[Part]) -> Tensor:
-        """Sample the next token of the first R rows, as many as the pass completes; returns their codes [R], see
+        """Sample the next token of each row that the pass completes: the first R rows. Return their codes [R]; see
         ``Rows.append``."""
         self._check_weights()
         logits_RV = self._logits(parts)
@@ -278,7 +278,7 @@ class Batch:
             self._drop(list(ends))
 
     def _new_tokens(self, stop: int, ends: Collection[int]) -> list[tuple[int, Token]]:
-        """Return the last token of each streamed row before ``stop`` that has not ended."""
+        """Return the newest token of each streamed row before ``stop`` that is not in ``ends``."""
         token_ids, logprobs = self._rows.newest(stop)
         version, weights = self._version, self._weights
         return [
@@ -309,7 +309,7 @@ class Batch:
         return ended
 
     def _hold(self, row: int, session: str) -> None:
-        """Hold the cached keys and values of a row for its session: all tokens but the last, which passed no layer."""
+        """Hold the cached keys and values of a row for its session: all tokens but the last, which no pass computed."""
         token_ids = list(self._rows.sequence(row))[:-1]
         self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, len(token_ids))))
 
@@ -325,7 +325,7 @@ class Batch:
         self._move(moved, moved)
 
     def _move(self, moved: Sequence[tuple[int, int]], cached: Sequence[tuple[int, int]]) -> None:
-        """Move experts of the ``moved`` rows, and keys and values of the ``cached`` rows; rows are (source, target)."""
+        """Move recorded experts of ``moved`` rows, keys and values of ``cached`` rows; entries: (source, target)."""
         if cached:
             source_M, target_M = torch.tensor(cached, device=self._device).T
             self._cache.move(source_M, target_M, int(self._rows.length_R[target_M].max()))

@@ -45,8 +45,8 @@ T = TypeVar("T")
 class EmbeddedEngine:
     """Continuous batching in one dedicated thread. The event loop owns the requests, the thread owns the tensors.
 
-    Everything that touches tensors is a call in that thread. Calls run one after another, so between two of them is a
-    token boundary. ``_interrupt`` ends a running decode call at the next token boundary.
+    Everything that touches tensors is a call in that thread. Calls run one after another; the gap between two calls is
+    a token boundary. ``_interrupt`` ends a running decode call at the next token boundary.
     """
 
     caps = EmbeddedConfig.caps

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["Group", "Grouping", "groups_of", "joined"]
 
 MOVE_COST = 4
-"""Cost of moving one position, in positions read by attention: a move reads and writes it twice."""
+"""Cost of moving one position, in positions read by attention: two reads and two writes, because a buffer is used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,11 @@ class Part:
     row_W: Tensor
     position_W: Tensor
     source_W: Tensor | None
-    """Index in T of the token whose keys and values go to each place W; None: W equals T."""
+    """Index in T of the token whose keys and values are written for each entry of W; None: W equals T."""
     attend: Attend
     """Writes keys and values of the tokens to the cache and computes attention: [T, H, d]."""
     num_cached: int = 0
-    """Number of each row's first tokens in the cache after the pass; 0: all, because the pass completes the rows."""
+    """Number of leading tokens of each row that the cache has after a pass that leaves the rows incomplete; else 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ def next_pass(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -
     """Return the parts of the next forward pass, which cover adjacent rows from the first one on.
 
     The first ``fresh`` rows decode, in ``groups``. As many of the next rows follow as fit in ``PASS_TOKENS`` tokens.
-    The last part may compute only the beginning of rows that are longer than that.
+    The last part may compute only the beginning of rows with more than ``PASS_TOKENS`` tokens.
     """
     parts = [decoding(rows, cache, groups)] if fresh else []
     row, room = fresh, PASS_TOKENS
@@ -82,7 +82,7 @@ def next_pass(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -
 
 
 def _take(length: int, room: int) -> int:
-    """Return how many tokens of a row of ``length`` to compute in a pass that has ``room``: all, a share, or none.
+    """Return how many of a row's ``length`` tokens to compute in a pass with room for ``room`` tokens.
 
     Only a row that fits into no pass is divided: attention to a cached prefix is slower than one over a whole prompt.
     """
@@ -105,7 +105,7 @@ def together(parts: Sequence[Part]) -> Attend:
 
 
 def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
-    """Build the part of the fresh rows, of which only the last token is not in the cache."""
+    """Build the part of the fresh rows. The cache has all tokens of each row but the last."""
     stop = groups[-1].stop
     position_R = rows.length_R[:stop] - 1
     row_R = torch.arange(stop, device=position_R.device)
@@ -139,9 +139,10 @@ def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> l
 
 
 def prefilling(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
-    """Build a part of rows from ``start`` on without cached tokens: at least one, as many as fit in ``room`` tokens.
+    """Build a part of rows from ``start`` on, none of which has cached tokens.
 
-    Identical sequences are computed once. Returns None if the first row has to wait for the next pass.
+    The part has at least one row, and as many as fit in ``room`` tokens. Identical sequences are computed once. Returns
+    None if the first row has to wait for the next pass.
     """
     whole = tuple(rows.sequence(start))
     first = whole[: _take(len(whole), room)]
@@ -170,7 +171,11 @@ def prefilling(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None
 def _prefilled(
     rows: Rows, cache: KVCache, start: int, sequences: list[tuple[int, ...]], owner_R: NDArray[Any], *, divided: bool
 ) -> Part:
-    """Build the part of rows from ``start`` on whose tokens are (``divided``: begin with) ``sequences[owner_R]``."""
+    """Build the part of rows from ``start`` on; row ``start + i`` has the tokens ``sequences[owner_R[i]]``.
+
+    Args:
+        divided: True if ``sequences`` has only the first tokens of the rows.
+    """
     device = rows.length_R.device
     packed = pack(sequences)
     length_R = np.asarray(packed.lengths)[owner_R]
@@ -197,10 +202,11 @@ def _prefilled(
 
 
 def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
-    """Build a part of rows from ``start`` on with a cached prefix: at least one, as many as fit in ``room`` tokens.
+    """Build a part of rows from ``start`` on, each of which has a cached prefix.
 
-    If rows are identical to the first one, they are computed once and the part has no other rows. Returns None if the
-    first row has to wait for the next pass.
+    The part has at least one row, and as many as fit in ``room`` tokens. If the next rows are identical to the first
+    row, they are computed once and the part has no other rows. Returns None if the first row has to wait for the next
+    pass.
     """
     known = rows.completions[start].num_cached
     whole = list(rows.sequence(start))
@@ -225,11 +231,11 @@ def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
 def _extended(
     rows: Rows, cache: KVCache, start: int, new: list[list[int]], cached_R: NDArray[Any], *, copies: int, divided: bool
 ) -> Part:
-    """Build the part of rows from ``start`` on, whose tokens after the first ``cached_R`` are ``new``.
+    """Build the part of rows from ``start`` on, whose first ``cached_R`` tokens are cached and whose next are ``new``.
 
     Args:
-        copies: number of rows that are identical; above 1, ``new`` has the tokens of the first of them alone.
-        divided: True if ``new`` is only the beginning of these tokens.
+        copies: number of identical rows; if there are several, ``new`` has the tokens of the first one alone.
+        divided: True if the rows have further tokens after ``new``.
     """
     device, length_R = rows.length_R.device, np.array([len(tokens) for tokens in new])
     offset_T = _offsets(length_R)

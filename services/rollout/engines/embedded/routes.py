@@ -48,7 +48,7 @@ class RouteTable:
         self._known_R.scatter_reduce_(0, row_W, position_W + 1, "amax")
 
     def take(self, row: int, length: int) -> NDArray[Any]:
-        """Return a copy of the experts of the first ``length`` tokens of a row, uint8 or uint16 [length, N, K]."""
+        """Return a copy of the expert ids of the first ``length`` tokens of a row, uint8 or uint16 [length, N, K]."""
         table: NDArray[Any] = self._table_RCNK[row, :length].to("cpu", copy=True).numpy()
         return table if table.dtype == np.uint8 else table.view(np.uint16)
 

@@ -52,7 +52,7 @@ class Rows:
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
     def add(self, completions: Sequence[Completion], version: int, weights: str = "") -> None:
-        """Append rows for completions that have no output yet. Rows count the tokens of ``begun`` as output."""
+        """Append rows for completions without output of this engine. Tokens of ``begun`` count as output of a row."""
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []
         width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))

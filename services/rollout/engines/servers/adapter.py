@@ -62,7 +62,7 @@ class ServerAdapter(EngineAdapter[S, C]):
 
     @abstractmethod
     async def _pause(self, *, clear_cache: bool) -> None:
-        """Pause the server; see ``_stand_still``. Tokens sampled before may still arrive afterwards."""
+        """Pause the server for ``_stand_still``. Tokens that it sampled before the pause may still arrive."""
 
     @abstractmethod
     async def _echo(self) -> None:

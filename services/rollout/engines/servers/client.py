@@ -80,7 +80,7 @@ class EngineServer:
         """Start a server as a child that ends with this process; its output goes to stderr.
 
         Args:
-            words: arguments of the interpreter that make it serve, without the address.
+            words: arguments of the interpreter that start the server, without the address to listen on.
             environment: variables added to this process's environment, which is passed on without its ``PENSTOCK_*``.
             socket_path: Unix socket on which the server is to listen (``--uds``); None: a free port of the loopback
                 address (``--host``, ``--port``).
@@ -137,10 +137,10 @@ class EngineServer:
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str, what: str, *, older: str = "") -> dict[str, Any]:
-        """Return the JSON object at ``path``, or at ``older`` if the route does not exist.
+        """Return the JSON object at ``path``; if that route does not exist, at ``older``, its path in earlier versions.
 
         Raises:
-            Unavailable: the server does not respond within ``CALL_S``, or not with a JSON object.
+            Unavailable: the server does not respond within ``CALL_S``, or responds with an error or no JSON object.
         """
         answer = await self._send("GET", path, None, what)
         if older and answer.status_code == httpx.codes.NOT_FOUND:

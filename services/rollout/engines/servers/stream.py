@@ -19,7 +19,9 @@ _REFUSED, _FAILED = 400, 500
 
 
 def name_of(owner: str, completion: Completion) -> str:
-    """Return the request id of a completion. No id is a prefix of another: SGLang aborts all requests with a prefix.
+    """Return the request id of a completion.
+
+    No id is a prefix of another one, because SGLang aborts all requests whose ids begin with the given id.
 
     Args:
         owner: unique name of the engine, for servers with several clients.
@@ -60,7 +62,7 @@ class ServerStream(Written, ABC):
         """Return the tokens so far whose weight label is certain, as an aborted sample; None if there are none.
 
         These tokens arrived before the weights changed for the first time since the request. A later token may have
-        been in transit at a change; its label then names newer weights than generated it, until the final event.
+        been in transit when they changed: until the final event, its label may then name weights that are too new.
         """
         starts = self.completion.starts
         if self.ended or not starts or label_of(*starts[0][:2]) != self.label:

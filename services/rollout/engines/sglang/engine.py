@@ -186,7 +186,7 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         await self._post("/update_weights_from_disk", body, "load weights", WeightsError)
 
     async def _flush(self) -> None:
-        """Flush the cache explicitly: the update also does it, but earlier versions of SGLang ignored its failure."""
+        """Flush the cache again after the update, because updates of earlier SGLang versions ignore a failed flush."""
         await self._post("/flush_cache", {}, "drop its caches", WeightsError)
 
     async def _served_label(self) -> str:

@@ -150,7 +150,7 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: _Nothing) -> None:
-        """Load every tensor of the open version.
+        """Load every tensor of the version that ``SlotWorker`` opened.
 
         Raises:
             WeightsError: no version is open, or it lacks parameters of the model.
@@ -181,7 +181,7 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
 
 
 def _end_with_owner() -> None:
-    """Start a thread that ends this process when the process in ``OWNER`` ends; nothing else would end it."""
+    """Start a thread that ends this process when the rollout worker (``OWNER``) ends; nothing else would do so."""
     owner = int(os.environ.get(OWNER, "0"))
     if not owner:
         return

@@ -44,7 +44,7 @@ __all__ = ["VllmServerEngine"]
 
 
 _LONGEST = 64
-"""Length from which on the path of a temporary directory is too long: the kernel limits paths of sockets in it."""
+"""Length that the path of a temporary directory must not reach: the kernel limits the length of socket paths."""
 
 
 class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig]):
@@ -54,7 +54,7 @@ class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig])
     generate_path = "/inference/v1/generate"
     stream_type = Stream
     _folder: Path | None = None
-    """Directory of the server's socket, and of the link by which it imports Penstock's plug-in."""
+    """Directory with the server's socket, and with the link through which the server imports Penstock's plug-in."""
 
     def __init__(self, model: ModelFiles, config: VllmServerConfig, settings: ServiceSettings, **options: Any) -> None:
         super().__init__(model, config, settings, **options)
@@ -146,7 +146,7 @@ class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig])
 
 
 def _folder_with_code() -> Path:
-    """Return a new temporary directory from which the server's interpreter imports the Penstock that runs here."""
+    """Return a new temporary directory from which the server's interpreter imports the Penstock of this process."""
     usual = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=usual if len(usual) < _LONGEST else "/tmp"))
     (folder / "penstock").symlink_to(Path(penstock.__file__).parent, target_is_directory=True)

@@ -51,7 +51,7 @@ def abort_body(rids: Sequence[str]) -> dict[str, Any]:
     """Return the body of a request that ends completions.
 
     Args:
-        rids: at least one: vLLM's server takes an empty list for all requests.
+        rids: ids of the requests, at least one: an empty list would end all requests of vLLM's server.
     """
     assert rids
     return {"request_ids": [f"{_ID_PREFIX}{rid}" for rid in rids]}

@@ -39,8 +39,8 @@ OWNER = "PENSTOCK_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker; vLLM's worker processes exit when it ends."""
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MIB = 256
-"""Free shared memory that vLLM's processes need, in MiB: vLLM checks that there is room for the larger one of their two
-queues of messages (240 MiB)."""
+"""Free shared memory that vLLM's processes need for their two message queues, in MiB. vLLM itself checks the room
+for the larger queue (240 MiB)."""
 STAGE_S = 300.0
 """Timeout in seconds for opening a version in vLLM's worker processes."""
 _POLL_S = 0.01
@@ -62,7 +62,7 @@ class StageRequest(msgspec.Struct, frozen=True):
 
 
 class StageReply(msgspec.Struct, frozen=True):
-    """Result of a ``StageRequest``: ``way`` of the version, or a non-empty ``error``."""
+    """Result of a ``StageRequest``: the ``way`` by which the version was received, or a non-empty ``error``."""
 
     way: Way | None = None
     error: str = ""
@@ -142,7 +142,7 @@ def engine_options(model: ModelFiles, config: VllmConfig | VllmServerConfig, *, 
 
 
 def variables(threads: int) -> dict[str, str]:
-    """Return environment variables for vLLM: no usage statistics, no compiler, no pinning to cores others use."""
+    """Return environment variables for vLLM: no usage statistics, no compiler, no pinning to CPU cores."""
     return {
         "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", OWNER: str(os.getpid()),

@@ -56,9 +56,9 @@ The optimizer state comes last, because its float32 masters are more exact than 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Frozen policy, and the sharded model that gathers its parameters.
+    """Frozen policy, and the ``ShardedModel`` that gathers its parameters.
 
-    ``sharded`` is the trained model's own if the two models share the base weights under an adapter.
+    With an adapter, the frozen and the trained policy share the base weights, and ``sharded`` gathers both policies.
     """
 
     model: PreTrainedModel

@@ -33,7 +33,7 @@ class Rows:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def copy(self, mesh: DeviceMesh) -> Tensor:
-        """Return a copy of the rows in host memory: a DTensor over ``mesh``, the CPU mesh, or a plain scalar."""
+        """Return a copy of the rows in host memory: a DTensor over the CPU mesh ``mesh``, or a plain scalar."""
         copied = self.part.detach().to("cpu", self.dtype, copy=True)
         return as_sharded(copied, mesh, self.shape) if self.shape else copied
 
@@ -46,5 +46,5 @@ class Rows:
 
 
 def rows_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Rows]:
-    """Return this rank's rows of each parameter, a DTensor; checkpoints store the rows in ``dtype``."""
+    """Return this rank's rows of ``parameters``, all DTensors. Checkpoints store the rows in ``dtype``."""
     return {name: Rows(local_part(param.detach()), param.shape, dtype) for name, param in parameters.items()}

@@ -70,7 +70,10 @@ class PackedCausalAttention(nn.Module):
         return exchanged.flatten(0, 1)
 
     def _heads_for_tokens(self, x: Tensor) -> Tensor:
-        """Exchange all tokens of this rank's heads, [P, H / C, d], for its tokens of all heads, [P / C, H, d]."""
+        """Turn all tokens of this rank's heads, [P, H / C, d], into this rank's tokens of all heads, [P / C, H, d].
+
+        The context-parallel ranks exchange them in one all-to-all.
+        """
         ranks = self._context.size()
         if ranks == 1:
             return x

@@ -94,7 +94,7 @@ class Parameter:
 
     @property
     def is_cut(self) -> bool:
-        """Return True if tensor-parallel ranks hold different parts."""
+        """Return True if each tensor-parallel rank holds a different part of this parameter."""
         return self.pieces[0].dim is not None
 
     @property
@@ -144,7 +144,7 @@ def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
 def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
     """Return the contiguous run of ``whole``, or of each of its halves, that tensor-parallel rank ``rank`` holds.
 
-    ``size``: number of these ranks. The last ranks may hold less than the others.
+    ``size``: number of tensor-parallel ranks. The last ranks may hold less than the others.
     """
     if piece.dim is None:
         return whole

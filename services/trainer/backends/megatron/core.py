@@ -1,4 +1,6 @@
-"""The used parts of megatron-core: imported here only, without its warnings, and with a clear error if it is missing.
+"""The parts of megatron-core that the backend needs; only this module imports them.
+
+The import suppresses the warnings of megatron-core, and raises a clear error if megatron-core is missing.
 
 Types are not checked beyond this module, because megatron-core ships none.
 """

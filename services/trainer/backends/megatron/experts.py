@@ -1,9 +1,9 @@
 """Mixture-of-experts layer of the megatron-core model: expert-parallel ranks hold whole experts, tensor-parallel ranks
 a slice of the width of each.
 
-megatron-core's own layer is built for grouped kernels and exchanges between GPUs. This one computes the same layer as
-trainer and sampler elsewhere: outputs of tensor-parallel ranks are partial sums, and rows travel to the ranks of their
-experts and back.
+megatron-core's own layer is built for grouped kernels and exchanges between GPUs. The layer in this module computes the
+same function as the layer of the sampler and of the other backends. Outputs of tensor-parallel ranks are partial sums,
+and rows travel to the ranks of their experts and back.
 
 Shape legend: T = tokens of this context-parallel rank, padding included, D = model width, E = experts, K = experts of a
 token, A = T · K assignments, I = width of an expert on this rank, X = expert-parallel ranks.

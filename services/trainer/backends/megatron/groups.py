@@ -37,7 +37,7 @@ class Groups:
         context: ranks that hold different tokens of the same microbatch.
         pipeline: ranks that hold different layers, first stage first.
         ends: on the first and the last stage, the ranks of these two stages; on other stages, this rank alone.
-        gradients: ranks that sum gradients: same parts, other tokens (data and context parallel).
+        gradients: ranks that sum gradients: they hold the same parts, but get other tokens (data and context parallel).
         experts: subset of ``gradients`` that holds different experts of the same layers.
         same_experts: ranks of ``gradients`` that hold the same experts.
     """

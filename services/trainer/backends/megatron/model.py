@@ -191,7 +191,8 @@ class MegatronModel(nn.Module):
     def final(self, hidden_S1D: Tensor) -> Tensor:
         """Return the final hidden states [R, D] from the output of the last stage's layers. Differentiable.
 
-        All ranks of the tensor-parallel group get the same; the gradient that each passes back must be the whole one.
+        All ranks of the tensor-parallel group get the same states. In the backward pass, each rank must pass the
+        whole gradient, not a partial sum.
         """
         if not self._sequence_parallel:
             return hidden_S1D[:, 0]
@@ -202,7 +203,7 @@ class MegatronModel(nn.Module):
 
 
 def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
-    """Stop gradients into the padding token's row through the input, as ``nn.Embedding(padding_idx=padding)`` does."""
+    """Give padding tokens in the input no gradient for their row, as ``nn.Embedding(padding_idx=padding)`` does."""
     rank, ranks = groups.in_tensor()
 
     def without(module: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
@@ -296,7 +297,10 @@ def _with_experts(layer: Any, part: Layer, groups: Groups) -> Any:
     like = part.mlp
 
     class Experts(ParallelExperts):
-        """Type with bound ``like`` and ``groups``: megatron-core warns about specifications of an unknown MLP."""
+        """``ParallelExperts`` for ``like`` and ``groups``.
+
+        This is a class and not a ``ModuleSpec``, because megatron-core warns about a specification of an unknown MLP.
+        """
 
         def __init__(self, *, config: Any) -> None:
             super().__init__(config=config, like=like, groups=groups)

@@ -60,7 +60,10 @@ class Passes:
         reference: MegatronModel | None,
         after_backward: Callable[[], None],
     ) -> None:
-        """Accumulate the gradients of all losses, which run on every stage. See ``run_stages`` for the order."""
+        """Accumulate the gradients of the losses of ``works``. Every stage calls each loss.
+
+        See ``run_stages`` for the order.
+        """
         began, forward_before = self._now(), self.seconds.forward
         theirs = self._reference_states(works, reference)
         loads = [RouterLoad() if self._routers is not None and work.loss is not None else None for work in works]
@@ -158,7 +161,10 @@ class Passes:
 
     @torch.no_grad()
     def _share_scores(self, work: Work, scores: Scores | None) -> None:
-        """Call the loss with its scores on earlier stages too, because all ranks of a copy report the same metrics."""
+        """Send ``scores`` from the last stage to the earlier stages, and call the loss there too.
+
+        The loss collects metrics, which must be the same on all ranks of a copy.
+        """
         stage, stages = self._groups.in_pipeline()
         if stages == 1:
             return
@@ -174,7 +180,7 @@ class Passes:
         self._groups.from_stage(tensor, self._groups.pipeline.size() - 1)
 
     def _penalty(self, load: RouterLoad | None) -> Tensor | None:
-        """Return this rank's share of this stage's load-balancing loss, which all tensor-parallel ranks add."""
+        """Return this rank's share of this stage's load-balancing loss. Tensor-parallel ranks have equal shares."""
         if self._routers is None or load is None or not load.probs:
             return None
         return self._routers.penalty(load) / self._groups.tensor.size()
@@ -207,7 +213,7 @@ class Passes:
 
 
 def _detached_load(load: RouterLoad) -> RouterLoad:
-    """Copy the current counts, because activation recomputation in the backward pass counts again."""
+    """Return a copy of ``load`` without gradient: recomputation in the backward pass adds its counts to ``load``."""
     now = RouterLoad()
     now.num_tokens, now.chosen, now.entropy = load.num_tokens, dict(load.chosen), dict(load.entropy)
     now.probs = {layer: probs_E.detach() for layer, probs_E in load.probs.items()}

@@ -35,8 +35,8 @@ def run_stages(
     """Call ``forward`` for every microbatch in order. A collective of the ranks that share the microbatches.
 
     Args:
-        forward: runs this stage on the microbatch with the given index; returns the states for the next stage [S, 1,
-            D], on the last stage a scalar to be differentiated.
+        forward: runs this stage on the microbatch with the given index; returns the states for the next stage, [S, 1,
+            D]. If there are backward passes, the last stage returns the scalar to differentiate.
         after_backward: called after each backward pass; None: no backward passes.
     """
     if groups.pipeline.size() == 1:
@@ -112,7 +112,7 @@ class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
 
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return ``output``, a token count of 0 and no report.
+    """Return ``output``, a token count of 0 and None: the results of a loss function of megatron-core's schedule.
 
     The loss is not divided here, because its denominators count the whole batch.
     """

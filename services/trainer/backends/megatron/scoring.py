@@ -29,7 +29,7 @@ from penstock.shared.models.temperature import tempered
 __all__ = ["Selected", "States", "policy_scores", "values", "vocab_parallel_log_softmax"]
 
 Normalised = Callable[[Tensor], Tensor]
-"""Function from indices into the N selected positions to their log-probs of this rank's vocabulary rows, [., W]."""
+"""Function that maps indices into the N selected positions to log-probs [., W] of this rank's vocabulary rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,11 @@ def policy_scores(
     entropy: bool = False,
     reference: States | None = None,
 ) -> Scores:
-    """Return log-probs of the targets, exact entropy if requested, and KL(policy || reference) with a reference.
+    """Return log-probs of the targets, and, if ``reference`` is given, the exact KL(policy || reference).
 
-    All are float32 [M]. All ranks that share the microbatch's last stage get the same scores; each rank's gradient is
-    that of its own part. All scores are of logits / temperature, with the temperature of each token's row.
+    The result has the exact entropy if ``entropy`` is set or a reference is given. All scores are float32 [M], of
+    logits / temperature with the temperature of each token's row. All ranks that share the microbatch's last stage get
+    the same scores; each rank's gradient is that of its own part.
     """
     model = policy.model
     log_softmax = _log_softmax_of(policy, groups, here)
@@ -102,7 +103,7 @@ class Selected:
     groups: Groups
     number: int
     indices_N: Tensor
-    """Indices of these positions among the M."""
+    """Indices of these positions among all M selected positions."""
     places_N: Tensor
     """Indices of these positions among this rank's tokens."""
     targets_N: Tensor
@@ -138,7 +139,7 @@ def _log_softmax_of(states: States, groups: Groups, here: Selected) -> Normalise
 
 
 def _pick(logprobs_NW: Tensor, columns_N: Tensor) -> Tensor:
-    """Return log-probs at these columns; 0 if the column belongs to another rank."""
+    """Return the log-prob at each row's column in ``columns_N``; 0 if the column belongs to another rank."""
     width = logprobs_NW.shape[1]
     picked_N = logprobs_NW.gather(1, columns_N.clamp(0, width - 1)[:, None])[:, 0]
     return torch.where((columns_N >= 0) & (columns_N < width), picked_N, 0.0)

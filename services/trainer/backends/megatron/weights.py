@@ -71,7 +71,7 @@ def whole_shapes(own: Mapping[str, Tensor], mapping: Sequence[Parameter]) -> dic
 
 
 def _like(own: Mapping[str, Tensor]) -> Tensor:
-    """Return any of the parts: all have the same type, and all are scalars (step counts) or none is."""
+    """Return any of the tensors: all have the same type, and either all or none are scalars (step counts)."""
     return next(iter(own.values()))
 
 

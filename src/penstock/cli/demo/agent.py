@@ -26,7 +26,7 @@ __all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", 
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
 """Topics of the questions, and the answer that the agent accepts for each."""
 HABITS = (2, 4, 1, 1)
-"""Number of demonstrations that answer a topic with its own word, and with the words of the following topics."""
+"""Number of demonstrations per question: with the accepted answer, and with that of each of the next topics."""
 WINDOW = 200
 """Number of answers over which a rate is computed."""
 REQUEST_S = 60.0
@@ -38,7 +38,7 @@ class Voice(Protocol):
     """Client that asks questions and posts feedback with one API key."""
 
     errors: tuple[type[Exception], ...]
-    """Exceptions of failed requests."""
+    """Types of the exceptions that failed requests raise."""
 
     async def ask(self, question: str) -> tuple[str, str, int]:
         """Ask the policy a question; return ``(id of the response, answer, policy version)``."""
@@ -83,7 +83,10 @@ def sdk() -> Any:
 
 @asynccontextmanager
 async def voices(url: str, model: str, keys: Sequence[str], *, each: int = 1) -> AsyncIterator[list[Voice]]:
-    """Yield a list with one voice for each of ``keys`` ('': none), ``each`` times to ask as many questions at once."""
+    """Open one voice for each API key in ``keys`` ('': no key); yield a list that contains each voice ``each`` times.
+
+    An agent asks one question at a time for each entry of the list.
+    """
     async with AsyncExitStack() as stack:
         found: list[Voice] = []
         for key in keys:
@@ -195,7 +198,7 @@ def question(topic: str, number: int) -> str:
 
 
 def demonstrations(path: Path) -> None:
-    """Write poor demonstrations: each question with every word of the task, most often a wrong one."""
+    """Write demonstrations of a poor policy to ``path``: eight answers to each question, six of them wrong."""
     words = list(ANSWERS.values())
     rows = [
         {"prompt": question(topic, number), "answer": words[(place + shift) % len(words)]}

@@ -35,7 +35,7 @@ ONLINE_DEMO, ROBOT_DEMO = "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
 """Metric: share of the episodes of an update that succeed."""
 VIDEO_S = 300.0
-"""Longest wait for a video in seconds: rendering runs beside the training and may finish later."""
+"""Longest time to wait for a video (seconds): rendering runs beside the training and may finish later."""
 NO_VIDEOS = "there will be no videos"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
 """Rate limit of the demo, where one agent stands for many users."""
@@ -95,7 +95,7 @@ def demo(
 
 
 def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
-    """Return the options of a demo's deployment, which makes its own API key and ignores configured ones."""
+    """Return the options of a demo's deployment, which creates its own API key and ignores configured keys."""
     environment = {"PENSTOCK_API_KEYS": "", **RATE}
     return StackOptions(
         data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS
@@ -128,7 +128,10 @@ async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float 
 
 
 async def _fetch_video(client: AsyncClient, record: JobRecord, directory: Path) -> str:
-    """Return the path of the last policy's video, or the reason why there is none; '' if the job records none."""
+    """Download the last policy's video and return its path, or the reason why there is none.
+
+    Return '' if the job records no videos.
+    """
     if not (record.spec.get("evaluation") or {}).get("videos"):
         return ""
     async for event in client.events(record.id, follow=False):

@@ -1,7 +1,7 @@
 """``penstock demo online``: a live agent judges the answers of a small policy, which learns from the feedback.
 
-The policy also learns beside a hostile key that sends nine tenths of the traffic and inverted verdicts, because the job
-bounds the share of each key in a batch.
+With ``--hostile``, an attacker sends nine tenths of the traffic with one key, and inverts every verdict. The policy
+still learns, because the job bounds the share of each key in a batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LIMIT_S = 240.0
 TALKERS = 48
 """Number of concurrent requests of the agent in a run without a hostile key."""
 CUSTOMERS, HOSTILE_TALKERS = 8, 80
-"""In a run with a hostile key: customers of the agent, each with a key of its own and one request at a time, and the
+"""In a run with a hostile key: number of the agent's customers, each with its own key and one request at a time; and
 number of concurrent requests with the hostile key."""
 SHARE = 0.15
 """In a run with a hostile key: largest share that one key may have of a batch."""
@@ -50,8 +50,8 @@ HOSTILE_COLUMN = "hostile"
 class Shown:
     """Outcome of a run of the demo.
 
-    ``rate`` is the share of accepted answers at the end; ``report`` is the audit of the job; ``trained`` counts the
-    trained items of feedback by whether the hostile key posted them.
+    ``rate`` is the share of accepted answers at the end; ``report`` is the audit of the job. ``trained``:
+    number of trained feedback items that the hostile key posted (True), and that other keys posted (False).
     """
 
     agent: Agent
@@ -90,8 +90,9 @@ class Shown:
 
 
 def load_online_job(file: Path, overrides: Sequence[str], directory: Path, *, hostile: bool = False) -> OnlineJob:
-    """Load the job file with the demonstrations of this demo; with a hostile key also bound the share of each key.
+    """Load a job file, with the demonstrations of this demo (written to ``directory``) as its warm-start data.
 
+    With ``hostile``, also bound the share of each key in a batch, unless the job file sets another bound.
     Raises ConfigError for a job of another kind.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ async def run_online(
     """Start a deployment, run the agents until the policy has learned or time is up, end the job and audit it.
 
     Progress is printed as a table to ``screen``, by default standard output. Raises ConfigError if OpenAI's SDK is not
-    installed.
+    installed, the job fails, no version is served in time, or a service cannot continue.
     """
     sdk()  # fail before anything is started
     began = time.monotonic()
@@ -143,9 +144,9 @@ async def run_online(
 async def _agents(
     client: AsyncClient, deployment: Stack, job: OnlineJob, *, hostile: bool
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
-    """Yield the agent, the hostile agent (None without one), and the id of the hostile key ('').
+    """Yield the agent, the hostile agent and the id of its key; without a hostile agent, None and ''.
 
-    The agent asks with the deployment's key, or beside a hostile agent with a key for each of its customers.
+    Without a hostile agent, the agent uses the deployment's key. Otherwise it uses one key for each of its customers.
     """
     rng, url = random.Random(job.seed), deployment.url
     if not hostile:
@@ -162,7 +163,10 @@ async def _agents(
 
 
 async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
-    """Wait until a rollout worker serves a version."""
+    """Wait until a rollout worker serves a version of the job's policy.
+
+    Raises ConfigError if the job fails, or if no version is served before ``deadline`` (monotonic seconds).
+    """
     while time.monotonic() < deadline:
         record = await client.get(job)
         if record.status.phase == "failed":
@@ -218,7 +222,7 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
 
 
 async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
-    """Count the trained items of feedback by whether the key ``enemy`` posted them."""
+    """Return the number of trained feedback items from the key ``enemy`` (True), and from all other keys (False)."""
     found = {True: 0, False: 0}
     for row in (await client.funnel(job)).data:
         if row.status == "trained":
@@ -244,7 +248,7 @@ def summary(shown: Shown, data_dir: Path) -> list[str]:
         )
     lines += [
         f"  trajectories    {equation(report['equation'])}",
-        f"  books           {'hold' if report['ok'] else 'DO NOT HOLD: ' + '; '.join(report['violations'][:3])}",
+        f"  audit           {'passed' if report['ok'] else 'FAILED: ' + '; '.join(report['violations'][:3])}",
         f"  logs            {data_dir / 'logs'}",
     ]
     return lines + [f"  failure         {text}" for text in shown.failures[:3]]
@@ -279,7 +283,7 @@ def _plain(shown: Shown, data_dir: Path) -> dict[str, Any]:
         "failures": shown.failures,
         "seconds": round(shown.seconds, 1),
         "equation": report["equation"],
-        "books": report["ok"],
+        "audit": report["ok"],
         "data_dir": str(data_dir),
     }  # fmt: skip
     if shown.hostile is not None:

@@ -23,8 +23,9 @@ FIRST, LAST = 5, 10
 class Outcome:
     """Outcome of a finished run of the demo.
 
-    ``rewards`` holds the goal's metric, named ``what``, for each update; ``evaluations`` the first and last value of
-    each held-out metric; ``report`` the audit; ``goal`` is None if the job file promises none.
+    ``rewards``: values of the metric that should reach ``goal``, oldest first; ``what``: name of this metric for users;
+    ``goal``: None if the demo promises nothing for the job file; ``evaluations``: first and last value of each held-out
+    metric; ``report``: audit of the job.
     """
 
     record: JobRecord
@@ -72,7 +73,7 @@ class Outcome:
             wanted = f"a mean {self.what} of at least {self.goal:g} over the last {LAST} updates"
             flaws.append(f"the goal was missed: {wanted}; {found}")
         if not self.report["ok"]:
-            flaws.append("the books do not hold: " + "; ".join(self.report["violations"][:3]))
+            flaws.append("the audit failed: " + "; ".join(self.report["violations"][:3]))
         return flaws
 
     def plain(self) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Outcome:
             "reward": {"first": first, "last": last, "goal": self.goal, "reached": self.reached},
             "evaluation": {name: {"first": a, "last": b} for name, (a, b) in self.evaluations.items()},
             "equation": self.report["equation"],
-            "books": self.report["ok"],
+            "audit": self.report["ok"],
             "checkpoint": status.checkpoint,
             "video": self.video,
             "data_dir": str(self.data_dir),
@@ -109,7 +110,7 @@ class Outcome:
         for name, (first, last) in self.evaluations.items():
             lines.append(f"  {name:<15} {first:.3f} -> {last:.3f}   ({self.held_out})")
         lines.append(f"  groups          {equation(self.report['equation'])}")
-        lines.append(f"  books           {'hold' if self.report['ok'] else 'DO NOT HOLD, see: penstock audit'}")
+        lines.append(f"  audit           {'passed' if self.report['ok'] else 'FAILED, see: penstock audit'}")
         lines.append(f"  checkpoint      {status.checkpoint or 'none'}")
         if self.video:
             lines.append(f"  video           {self.video}")
@@ -119,7 +120,7 @@ class Outcome:
 
 
 def scores_of(series: dict[str, list[float | None]]) -> dict[str, tuple[float, float]]:
-    """Return first and last value of each held-out metric that has a value other than 0, except durations."""
+    """Return first and last value of each held-out metric, without durations and without metrics that are always 0."""
     names = [name for name in series if name.startswith("eval/") and not name.endswith("seconds")]
     known = {name: [value for value in series[name] if value is not None] for name in names}
     return {name: (values[0], values[-1]) for name, values in known.items() if any(values)}

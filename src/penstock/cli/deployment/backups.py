@@ -50,7 +50,7 @@ def backup(target: FolderOf, data_dir: DataDir = None, nats_url: NatsUrl = None,
 
 
 def restore(source: FolderOf, data_dir: DataDir = None, nats_url: NatsUrl = None, as_json: Json = False) -> None:
-    """Restore a backup into an empty data directory; then start it with 'penstock up'."""
+    """Restore a backup into an empty data directory. Start the deployment afterwards with 'penstock up'."""
     directory, source = _directory(data_dir), source.expanduser().resolve()
 
     async def run() -> None:
@@ -75,7 +75,10 @@ def _directory(data_dir: Path | None) -> Path:
 
 @asynccontextmanager
 async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
-    """Connect to the bus of the running deployment, or to a temporary server on its store."""
+    """Connect to the bus at ``nats_url``, or else to that of the deployment that runs in ``directory``.
+
+    If there is neither, start a temporary server on the store in ``directory``. Raises ConfigError without a store.
+    """
     running = read_state(directory)
     with contextlib.ExitStack() as stack:
         url = nats_url or (running.nats_url if running is not None else None)
@@ -90,7 +93,10 @@ async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def _empty(directory: Path, nats_url: str | None, size: int) -> AsyncIterator[Bus]:
-    """Connect to a bus without streams; start a temporary server unless ``nats_url`` names one."""
+    """Connect to the bus at ``nats_url``, or else to a new temporary server on a store in ``directory``.
+
+    Raises ConfigError if the bus has streams, or the directory holds a store, already.
+    """
     with contextlib.ExitStack() as stack:
         if nats_url is None:
             if (directory / "nats").exists():

@@ -32,7 +32,7 @@ __all__ = ["Finding", "doctor"]
 
 _MIB = 1 << 20
 _NEED_SHM, _NEED_FILES = 256 * _MIB, 512 * _MIB
-"""Free bytes needed for weights and bulk data, and for checkpoints and logs."""
+"""Free bytes needed in shared memory for weights and bulk data, and in the data directory for checkpoints and logs."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the simulators, which are optional: only an installed one that does not work is a warning."""
+    """Check the optional simulators: warn only about a simulator that is installed and does not work."""
     found = list(find_simulators(settings))
     missing = [name for name, _, problem in found if problem]
     broken = [name for name in missing if (settings.sims_dir.expanduser() / name / INSTALLED).exists()]
@@ -129,7 +129,7 @@ def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _engines(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the optional engines: only one that was installed, even in part, and does not work is a warning."""
+    """Check the optional engines: warn only about an engine that is installed, at least in part, and does not work."""
     for name in ENVIRONMENTS:
         if not (settings.engines_dir.expanduser() / name).exists():
             yield Finding(f"engine {name}", "ok", f"not here; penstock engines install {name} brings it")
@@ -155,7 +155,7 @@ def _room(name: str, store: Path, largest: StreamSizes, short: Literal["warning"
         room = plan_room(store, {}, largest=largest)
     except ConfigError as error:
         return Finding(name, short, str(error), fix)
-    return Finding(name, "ok" if room.fits else "warning", room.story, "" if room.fits else fix)
+    return Finding(name, "ok" if room.fits else "warning", room.summary, "" if room.fits else fix)
 
 
 def _space(name: str, folder: Path, need: int, fix: str) -> Finding:

@@ -34,10 +34,10 @@ __all__ = ["DEMO", "DEMO_STREAMS", "DataDir", "down", "example", "pythons_for", 
 DEMO = "addition.yaml"
 """Job file of the demo."""
 DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
-"""Sizes of the streams of a demo: enough for a few minutes, even with a hostile key, and small if the folder is in
+"""Sizes of the streams of a demo: enough for a few minutes, even with a hostile key, and small enough for a folder in
 memory."""
 READY = "ready (Ctrl-C stops everything)"
-"""Line of the log at which ``up --detach`` stops copying it, because it prints the address of the page itself."""
+"""Log line at which ``up --detach`` stops copying the log: the command prints the later lines itself."""
 READY_S = 120.0
 DOWN_S = 60.0
 
@@ -91,14 +91,14 @@ def _pythons(engine: str) -> dict[str, Path]:
 
 
 def pythons_for(job: AnyJob) -> dict[str, Path]:
-    """Return the interpreters that the engine of a job needs, by service. Raises ConfigError: it is not installed."""
+    """Return the interpreters that a job's engine needs, by service. Raises ConfigError if the engine is missing."""
     if not isinstance(job, TextJob) or job.rollout.engine not in ENGINE_PACKAGES:
         return {}
     return {"rollout": engine_python(job.rollout.engine, load_settings().engines_dir)}
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Stop the deployment that 'penstock up' runs here; without --data-dir the only running one."""
+    """Stop a deployment of 'penstock up'. Without --data-dir: the one in the default folder, or else the only one."""
     directory = data_dir.expanduser().resolve() if data_dir else _running()
     state = read_state(directory)
     if state is None:
@@ -106,7 +106,7 @@ def down(data_dir: DataDir = None, as_json: Json = False) -> None:
             show_json({"stopped": False})
         note(f"nothing runs in {directory}")
         return
-    note(f"stopping process {state.pid} ({state.url}); services finish what they have in hand")
+    note(f"stopping process {state.pid} ({state.url}); services finish their current work")
     began = time.monotonic()
     _signal(state, signal.SIGTERM)
     while read_state(directory) is not None or _lives(state.pid):
@@ -121,9 +121,10 @@ def down(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 
 def _running() -> Path:
-    """Return the default data directory if a deployment runs there, else the directory of this user's only running one.
+    """Return the data directory of the deployment that ``down`` should stop.
 
-    If none runs, return the default directory. Raises ConfigError if several run elsewhere.
+    This is the default directory if a deployment runs there, or if none runs at all; otherwise it is the directory of
+    this user's only running deployment. Raises ConfigError if several run, all of them elsewhere.
     """
     usual = load_settings().data_dir.expanduser().resolve()
     if read_state(usual) is not None:
@@ -135,7 +136,7 @@ def _running() -> Path:
 
 
 def example(name: str) -> Path:
-    """Return an example job file, in the package or beside the sources. Raises ConfigError if it is not installed."""
+    """Return the path of an example job file from package or sources. Raises ConfigError if it is missing."""
     package = Path(penstock.__file__).resolve().parent
     for folder in (package / "examples", package.parents[1] / "examples"):
         if (folder / name).is_file():
@@ -174,7 +175,7 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
             note(READY)
             _note_next(stack.url)
             await _first(stop, stack.broken())
-        note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
+        note("stopping; services finish their current work (Ctrl-C again: at once)")
     finally:
         await stack.close()
 
@@ -195,7 +196,7 @@ def _note_next(url: str) -> None:
 
 
 async def _first(stop: asyncio.Event, work: object) -> None:
-    """Wait until ``work`` ends or ``stop`` is set, which cancels ``work``; raise the errors of ``work``."""
+    """Run the coroutine ``work`` to its end, but cancel it once ``stop`` is set. Raise the errors of ``work``."""
     assert asyncio.iscoroutine(work)
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -247,7 +248,7 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
 
 
 def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
-    """Print the complete lines of a log from byte ``start`` on, or those before the line ``until`` if it occurs.
+    """Print the complete lines of a log from byte ``start`` on; if ``until`` occurs there, only the lines before it.
 
     Returns the offset after the last printed line.
     """

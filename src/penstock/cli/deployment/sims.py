@@ -1,4 +1,7 @@
-"""``penstock sims``: installs each simulator in its own environment, because their libraries conflict; world models."""
+"""``penstock sims``: installs simulators, and trains world models.
+
+Each simulator gets its own environment, because the libraries of different simulators conflict.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class Pins:
 
     Attributes:
         packages: pinned requirements for pip.
-        imports: Python code that, after ``import``, succeeds only if the simulator works.
+        imports: Python code to put after ``import``; the whole statement succeeds only if the simulator works.
         note: hint about requirements that pip cannot install.
     """
 
@@ -212,7 +215,7 @@ def train(
 
 
 def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield each simulator, its interpreter, and the reason if it does not work, or ''."""
+    """Yield ``(name, interpreter, problem)`` for each simulator; ``problem`` is '' if the simulator works."""
     folder = settings.sims_dir.expanduser()
     own = {file.parent.name for file in folder.glob(f"*/{ADAPTER}")}
     for name in sorted(BACKENDS | dict.fromkeys(own)):

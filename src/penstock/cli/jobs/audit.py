@@ -51,8 +51,8 @@ def replay(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train sealed batches again and compare digests; exit 1 if they differ. In another environment, exit 1 only if the
-    results differ too much."""
+    """Train sealed batches again and compare digests; exit 1 if they differ. In an environment other than that of
+    the first training, exit 1 only if the results differ too much."""
     done, ok = False, False
     with Client() as client:
         for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch, feedback=feedback):
@@ -64,7 +64,7 @@ def replay(
             else:
                 verdict = "identical" if row.get("match") else "near" if row.get("near") else "DIFFERENT"
                 typer.echo(f"batch {row.get('batch')}: {verdict}  {row.get('detail', '')}".rstrip())
-                for one in row.get("told", []):
+                for one in row.get("admissions", []):
                     typer.echo(f"  {_feedback_line(one)}")
     if not done:
         raise Unavailable("the replay ended without a verdict; try again")

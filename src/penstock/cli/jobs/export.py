@@ -135,7 +135,7 @@ def _add_generation_config(to: Path) -> None:
 def model_card(
     record: JobRecord, row: Row, curves: dict[str, list[float | None]], pins: dict[str, str], *, is_adapter: bool
 ) -> str:
-    """Return the README.md of a model: front matter for the hub, and training facts from the ledger.
+    """Return the README.md of a model: front matter for the hub, a table about the training, and a usage example.
 
     Args:
         row: the checkpoint.
@@ -163,7 +163,7 @@ def model_card(
         *((name, version) for name, version in sorted(pins.items())),
     ]  # fmt: skip
     lines = ["---", yaml.safe_dump(front, sort_keys=False).strip(), "---", "", f"# {record.name}", ""]
-    lines += ["Post-trained by reinforcement learning with Penstock. The facts are those of the job's ledger.", ""]
+    lines += ["Post-trained by reinforcement learning with Penstock; the table lists how.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts), ""]
     return "\n".join([*lines, *_usage(is_adapter), ""])
 

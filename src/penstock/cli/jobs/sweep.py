@@ -26,7 +26,7 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 __all__ = ["Point", "points_of", "svg_plot", "sweep"]
 
 LAST = 10
-"""Number of last metric values of a job whose mean is compared."""
+"""Number of last metric values of each job; a sweep compares the means of these values."""
 LOOK_S = 1.0
 MAX_JOBS = 200
 MOST_COMPARED = 8

@@ -28,7 +28,8 @@ RECORD_S = 60.0
 
 LOOK_S = 0.5
 LINE_S, QUIET_S = 3.0, 15.0
-"""Seconds between two progress lines on an output that is no terminal: after a new update, and without one."""
+"""Shortest time between two progress lines (seconds), where no panel can be shown: if there is a new update, and if
+there is none."""
 PATIENCE_S = 60.0
 _LAST_EVENTS_S = 2.0
 

@@ -72,7 +72,7 @@ class Answer:
     episode: str = ""
     model: str = ""
     policy_version: int | None = None
-    """Policy version that began the answer."""
+    """Policy version at the start of the answer; None if the server sent none."""
     text: str = ""
     finish_reason: str | None = None
 

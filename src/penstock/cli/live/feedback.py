@@ -138,8 +138,8 @@ def _value(text: str, metric: str) -> bool | float | str:
 def _named(items: Iterable[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
     """Yield the items; those without an id get one, derived from content, occurrence number and the API key.
 
-    So a file that is posted again, even if longer by then, has one effect, while two equal lines of one file are two
-    items. Only those who know the key can predict an id and post another item under it first.
+    Thus a line has one effect even if its file is posted again, also with lines added at its end, but two equal lines
+    of one file are two items. Only those who know the key can predict an id and post another item under it first.
     """
     secret = key.encode()
     said: Counter[bytes] = Counter()

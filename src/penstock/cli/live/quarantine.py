@@ -58,7 +58,7 @@ def show(item: Item) -> None:
 
 @app.command()
 def release(item: Item, as_json: Json = False) -> None:
-    """Release an item, so that it counts."""
+    """Release an item: it counts as if it arrived now."""
     with Client() as client:
         verdict = client.quarantine.release(*_place(client, item))
     show_done(f"feedback {item[-1]} is released", verdict, as_json)

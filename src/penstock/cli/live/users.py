@@ -43,7 +43,7 @@ def erase(
     timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait until it is done.")] = 120,
     as_json: Json = False,
 ) -> None:
-    """Delete the stored data of a user, and list the versions that were trained on it, which stay."""
+    """Delete the stored data of a user, and list the policy versions that were trained on it. The versions stay."""
     with Client() as client:
         _show(client.users.erase(user, timeout_s=timeout_s), as_json)
 

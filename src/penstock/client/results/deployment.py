@@ -126,7 +126,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     type: str
     errors: dict[str, bool | str | None]
-    """Failures by kind; false or None for none."""
+    """Kind of failure -> True or details; False or None if no such failure occurred."""
     execution_time: float
     scores: dict[str, float]
     token_usage: int | None = None

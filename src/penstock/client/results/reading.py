@@ -27,7 +27,7 @@ def one(kind: type[S]) -> Callable[[Any], S]:
 
 
 def many(kind: type[S]) -> Callable[[Any], list[S]]:
-    """Return a reader of lists of ``kind``."""
+    """Return a reader of replies that list values of type ``kind``; it raises ProtocolError as for ``one``."""
     each = one(kind)
 
     def read(data: Any) -> list[S]:

@@ -62,7 +62,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one answer (a choice of a response). ``decision`` is None while the interaction is undecided.
+    """Record of one choice of a response. ``decision`` is None until the job admits or rejects the interaction.
 
     ``token_ids`` and ``logprobs`` (of the sampler, natural logarithm) have the same length; ``spans`` cover them.
     ``untrainable`` is the reason why it must not be trained on, or empty. ``user`` and ``tags["user_id"]`` are
@@ -176,9 +176,10 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A canary version: share of the conversations, start (Unix seconds), and feedback on it and the served version.
+    """Trial of a canary ``version`` against the served version: its share of the conversations, and feedback on both.
 
-    ``until``: latest end (Unix seconds); ``needed``: judged conversations that each version needs for a decision.
+    ``since``: start (Unix seconds); ``until``: latest end (Unix seconds).
+    ``needed``: judged conversations that each version needs for a decision.
     """
 
     version: int

@@ -1,10 +1,11 @@
 """A server with the HTTP contract of SGLang 0.5.23 that really samples, from a small model of transformers on the CPU.
 
-What it does as the real one does, for an adapter would notice: a pause is answered before the scheduler has paused;
-tokens of a retracted completion are computed again; the version of each token is told with the last event alone; events
-repeat or do not repeat what was told (``--incremental-streaming-output``); an end of a waiting completion repeats its
-last token; a rid ends all that begin with it; an unknown one ends nothing; cached prefixes outlive an update without a
-flush; log-probs are of the logits after penalties, divided by the temperature; unknown keys are refused.
+It copies what an adapter would notice of the real server: a pause is answered before the scheduler has paused;
+tokens of a retracted completion are computed again; the last event alone reports the version of each token; events
+repeat earlier tokens or do not (``--incremental-streaming-output``); the end of a waiting completion repeats its
+last token; an abort ends all requests whose rid begins with its rid, and none for an unknown rid; cached prefixes
+outlive an update without a flush; log-probs are of the logits after penalties, divided by the temperature; unknown keys
+are refused.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ class Update(_Strict):
     flush_cache: bool = True
 
 
-class Heard:
-    """Events from the scheduler for one request, until somebody takes them."""
+class EventBuffer:
+    """Buffer of the scheduler's events for one request, until its handler takes them."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -105,13 +106,13 @@ class Heard:
 
 
 class Front:
-    """The HTTP side: it knows requests by rid, holds them during a pause, and keeps the version that is served."""
+    """HTTP side of the server: finds requests by rid, holds them during a pause, and knows the served version."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.version = options.weight_version
-        self.heard: dict[str, Heard] = {}
-        self.told: dict[str, int] = {}
+        self.buffers: dict[str, EventBuffer] = {}
+        self.reported: dict[str, int] = {}
         self.may_start = asyncio.Condition()
         self.paused = False
         self.scheduler: Scheduler
@@ -126,22 +127,22 @@ class Front:
 
     def receive(self, event: dict[str, Any]) -> None:
         rid = event["meta_info"]["id"]
-        heard = self.heard.get(rid)
-        if heard is None:
+        buffer = self.buffers.get(rid)
+        if buffer is None:
             return
         event["meta_info"].setdefault("weight_version", self.version)
         if self.options.incremental_streaming_output and not event.pop("whole", False):
-            start = self.told[rid]
+            start = self.reported[rid]
             event["output_ids"] = event["output_ids"][start:]
             for key in SLICED:
                 event["meta_info"][key] = event["meta_info"][key][start:]
-            self.told[rid] = event["meta_info"]["completion_tokens"]
-        heard.add(event)
+            self.reported[rid] = event["meta_info"]["completion_tokens"]
+        buffer.add(event)
 
     def close(self, rid: str) -> None:
-        if self.heard.pop(rid, None) is not None:
-            self.told.pop(rid)
-            self.scheduler.tell("abort", rid)
+        if self.buffers.pop(rid, None) is not None:
+            self.reported.pop(rid)
+            self.scheduler.post("abort", rid)
 
     # -- routes ------------------------------------------------------------------------------------------------------
 
@@ -155,25 +156,25 @@ class Front:
             return _refused(f"the input ({len(asked.input_ids)} tokens) is longer than the model's context length")
         async with self.may_start:
             await self.may_start.wait_for(lambda: not self.paused)
-        if asked.rid in self.heard:
+        if asked.rid in self.buffers:
             return _refused(f"Duplicate request ID detected: {asked.rid}")
-        heard, self.told[asked.rid] = self.heard.setdefault(asked.rid, Heard()), 0
-        self.scheduler.tell("add", Completion(asked.rid, asked.input_ids, params.model_dump(), asked.top_logprobs_num,
+        buffer, self.reported[asked.rid] = self.buffers.setdefault(asked.rid, EventBuffer()), 0
+        self.scheduler.post("add", Completion(asked.rid, asked.input_ids, params.model_dump(), asked.top_logprobs_num,
                                               asked.logprob_start_len))  # fmt: skip
         if asked.stream:
-            return StreamingResponse(self._events(asked.rid, heard), media_type="text/event-stream")
+            return StreamingResponse(self._events(asked.rid, buffer), media_type="text/event-stream")
         while True:
-            event = await heard.take(incremental=False)
+            event = await buffer.take(incremental=False)
             if event["meta_info"]["finish_reason"] is not None:
                 self.close(asked.rid)
                 return JSONResponse(event)
 
-    async def _events(self, rid: str, heard: Heard) -> AsyncIterator[str]:
+    async def _events(self, rid: str, buffer: EventBuffer) -> AsyncIterator[str]:
         try:
             while True:
-                event = await heard.take(incremental=self.options.incremental_streaming_output)
+                event = await buffer.take(incremental=self.options.incremental_streaming_output)
                 if event["meta_info"]["finish_reason"] is not None:
-                    self.heard.pop(rid, None)
+                    self.buffers.pop(rid, None)
                     yield f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
                     return
                 yield f"data: {json.dumps(event)}\n\n"
@@ -182,21 +183,21 @@ class Front:
 
     async def abort(self, request: Request) -> Response:
         asked = Abort.model_validate(await request.json())
-        if asked.abort_all or asked.rid in self.heard:
-            self.scheduler.tell("abort", "" if asked.abort_all else asked.rid)
+        if asked.abort_all or asked.rid in self.buffers:
+            self.scheduler.post("abort", "" if asked.abort_all else asked.rid)
         return Response()
 
     async def pause(self, request: Request) -> Response:
         mode = Pause.model_validate(await request.json()).mode
         self.paused = True
-        self.scheduler.tell("abort" if mode == "abort" else "pause", "" if mode == "abort" else mode)
+        self.scheduler.post("abort" if mode == "abort" else "pause", "" if mode == "abort" else mode)
         return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def go_on(self, request: Request) -> Response:
         Continue.model_validate(await request.json())
         async with self.may_start:
             self.paused = False
-            self.scheduler.tell("continue")
+            self.scheduler.post("continue")
             self.may_start.notify_all()
         return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -229,7 +230,7 @@ async def _misshapen(request: Request, error: Exception) -> Response:
 
 
 def read_options() -> argparse.Namespace:
-    """Those that the adapter gives, by their own names; an unknown one is an error."""
+    """Parse the options that the adapter passes; an unknown option is an error."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("model-path", "tokenizer-path", "dtype", "weight-version", "host", "log-level"):
         parser.add_argument(f"--{name}", required=True)

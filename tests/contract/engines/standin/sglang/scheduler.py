@@ -25,7 +25,7 @@ ABORTED = {"type": "abort", "message": "Aborted by AbortReq.", "status_code": No
 
 @dataclass(eq=False)
 class Completion:
-    """A request on its way. ``changes``: label before a change of the weights, and tokens at that moment."""
+    """A request in progress. ``changes``: for each change of weights, the label before it and the number of tokens."""
 
     rid: str
     prompt: list[int]
@@ -43,7 +43,7 @@ class Completion:
     is_ending: bool = False
 
     def versions(self, current: str) -> list[dict[str, Any]]:
-        """Spans of labels, as SGLang computes them at the end."""
+        """Return the spans of labels, as SGLang computes them at the end."""
         spans: list[dict[str, Any]] = []
         for label, end in [*self.changes, (current, len(self.ids))]:
             if spans and end <= spans[-1]["end"]:
@@ -56,7 +56,7 @@ class Completion:
 
 
 class Scheduler:
-    """Decodes in a thread of its own; what it is told is done in order, between two steps."""
+    """Decodes in a thread of its own, and carries out commands in order between two steps."""
 
     def __init__(
         self, options: argparse.Namespace, send: Callable[[dict[str, Any]], Any], later: Callable[..., Any]
@@ -69,22 +69,22 @@ class Scheduler:
         self.running: list[Completion] = []
         self.prefixes: dict[tuple[int, ...], DynamicCache] = {}
         self.is_paused = False
-        self.told: queue.Queue[tuple[str, Any, asyncio.Future[Any] | None]] = queue.Queue()
+        self.commands: queue.Queue[tuple[str, Any, asyncio.Future[Any] | None]] = queue.Queue()
         torch.set_num_threads(1)
         threading.Thread(target=self.live, daemon=True).start()
 
-    def tell(self, what: str, value: Any = None) -> None:
-        """Something that nobody waits for."""
-        self.told.put((what, value, None))
+    def post(self, what: str, value: Any = None) -> None:
+        """Send a command without waiting for it."""
+        self.commands.put((what, value, None))
 
     async def ask(self, what: str, value: Any = None) -> Any:
-        """Something that is answered once it is done."""
+        """Send a command, wait until it is carried out, and return its result."""
         answer = asyncio.get_running_loop().create_future()
-        self.told.put((what, value, answer))
+        self.commands.put((what, value, answer))
         return await answer
 
     def live(self) -> None:
-        """Work; a scheduler that fails ends its server."""
+        """Work, and end the server process if the scheduler fails."""
         try:
             self.work()
         finally:
@@ -93,11 +93,11 @@ class Scheduler:
 
     @torch.inference_mode()
     def work(self) -> None:
-        """For ever."""
+        """Carry out commands and decode, forever."""
         while True:
             idle = self.is_paused or not (self.waiting or self.running)
-            while idle or not self.told.empty():
-                what, value, answer = self.told.get()
+            while idle or not self.commands.empty():
+                what, value, answer = self.commands.get()
                 result = getattr(self, f"do_{what}")(value)
                 if answer is not None:
                     self.later(answer.set_result, result)
@@ -108,7 +108,7 @@ class Scheduler:
             for completion in list(self.running):
                 self.step(completion)
 
-    # -- what it is told ---------------------------------------------------------------------------------------------
+    # -- commands ----------------------------------------------------------------------------------------------------
 
     def do_add(self, completion: Completion) -> None:
         self.waiting.append(completion)
@@ -176,7 +176,7 @@ class Scheduler:
         self.send(self.event(completion, reason))
 
     def logits(self, completion: Completion) -> Tensor:
-        """After the last token, [V]; with the keys and values of a prefix that was computed before, if there is one."""
+        """Return the logits [V] after the last token, computed on a cached prefix if there is one."""
         ids = completion.prompt + completion.ids
         if completion.cache is None:
             completion.cache = self.cached(completion, ids)
@@ -226,7 +226,7 @@ class Scheduler:
         ids.append(token)
 
     def draw(self, completion: Completion, logprobs: Tensor) -> int:
-        """By the seed and the place alone, as with ``--enable-deterministic-inference``; else nobody knows how."""
+        """Sample a token: by seed and position alone with ``--enable-deterministic-inference``, else at random."""
         seed, place = completion.params["sampling_seed"], len(completion.prompt) + len(completion.ids)
         noise = torch.Generator()
         if self.options.enable_deterministic_inference and seed is not None:
@@ -258,7 +258,7 @@ class Scheduler:
 
 
 def shared(ids: list[int], known: tuple[int, ...]) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     num = 0
     for a, b in zip(ids, known, strict=False):
         if a != b:
@@ -268,7 +268,7 @@ def shared(ids: list[int], known: tuple[int, ...]) -> int:
 
 
 def truncated(logprobs: Tensor, params: dict[str, Any]) -> Tensor:
-    """Without what ``top_k`` and ``top_p`` leave out."""
+    """Return log-probs with -inf for the tokens that ``top_k`` and ``top_p`` exclude."""
     ordered, order = logprobs.sort(descending=True)
     keep = ordered.exp().cumsum(-1) - ordered.exp() < params["top_p"]
     if params["top_k"] > 0:
@@ -277,6 +277,6 @@ def truncated(logprobs: Tensor, params: dict[str, Any]) -> Tensor:
 
 
 def likeliest(logprobs: Tensor, num: int) -> list[Any] | None:
-    """Rows [log-prob, token, None], the likeliest first."""
+    """Return the ``num`` likeliest tokens as rows [log-prob, token, None], the likeliest first."""
     values, tokens = logprobs.topk(num) if num else (logprobs[:0], logprobs[:0])
     return [[float(value), int(token), None] for value, token in zip(values, tokens, strict=True)]
