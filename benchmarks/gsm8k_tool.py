@@ -63,7 +63,7 @@ def config_of(train: Path, test: Path, *, seed: int, prompts: int) -> dict[str, 
 
 
 def one_run(train: Path, test: Path, prompts: int, key: tuple[str, ...]) -> dict[str, Any]:
-    """The job once, to its end; its books hold."""
+    """The job once, to its end; its audit passes."""
     seed = int(key[0])
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         finished = run_job(JobConfig.parse(config_of(train, test, seed=seed, prompts=prompts)), Path(scratch))

@@ -72,9 +72,9 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
             redis_url=None,
         )
         store = JobStore(bus)
-        desk = service.FeedbackService(bus, store, data_dir)
-        app = create_app(build_services(bus, store, Members(), {}, settings), feedback_service=desk)
-        running = asyncio.create_task(desk.run())
+        feedback = service.FeedbackService(bus, store, data_dir)
+        app = create_app(build_services(bus, store, Members(), {}, settings), feedback_service=feedback)
+        running = asyncio.create_task(feedback.run())
         await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", access_log=False)).serve()
         running.cancel()
 

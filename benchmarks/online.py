@@ -9,7 +9,7 @@ key each, and no key may have more than 15 % of a batch. A run ends once 0.8 of 
 accepted, or at its limit.
 
 The targets, for every seed: accepted at most 0.35 of the first 200 answers and at least 0.8 of the last 200, no request
-fails, the books hold (which includes the shares of every batch), and the hostile key had nine tenths of the answers.
+fails, the audit passes (which includes the shares of every batch), and the hostile key had nine tenths of the answers.
 ``--out STEM`` writes STEM.json and STEM.png, and each run to STEM.runs.jsonl as it finishes: the same command goes on
 after an interruption.
 """
@@ -103,7 +103,7 @@ def fill(report: Report, runs: list[Run]) -> None:
         rises = all(run.start <= START and run.end >= GOAL for run in same)
         report.check(f"{kind}: accepted from <= {START} to >= {GOAL}, {len(same)} seeds", rises)
         report.check(f"{kind}: no request failed", not any(run.failures for run in same))
-        report.check(f"{kind}: the books hold", not any(run.violations for run in same))
+        report.check(f"{kind}: the audit passes", not any(run.violations for run in same))
         if kind == HOSTILE:
             flood = all(run.traffic >= TRAFFIC for run in same)
             report.check(f"{kind}: {TRAFFIC:.0%} of all answers went to the hostile key", flood)

@@ -38,7 +38,7 @@ def run_job(config: AnyTraining, data_dir: Path, *, pythons: Mapping[str, Path] 
         pythons: interpreters of services that have one of their own, by service.
 
     Raises:
-        SystemExit: the job did not succeed, or its books do not hold.
+        SystemExit: the job did not succeed, or its audit failed.
     """
     return asyncio.run(_run(config, data_dir, dict(pythons or {})))
 
@@ -52,7 +52,7 @@ async def _run(config: AnyTraining, data_dir: Path, pythons: dict[str, Path]) ->
             record = await client.wait(job, timeout_s=JOB_S)
             audit = await client.audit(job)
             if record.status.phase != "succeeded" or not audit["ok"]:
-                raise SystemExit(f"the job {record.status.phase}: {record.status.message}; books hold: {audit['ok']}")
+                raise SystemExit(f"the job {record.status.phase}: {record.status.message}; audit passed: {audit['ok']}")
             metrics = await client.metrics(job, max_points=10_000)
             events = [event async for event in client.events(job, follow=False)]
     return Finished(job, metrics, events)

@@ -116,7 +116,7 @@ def _checks(name: str, found: dict[str, list[Run]]) -> dict[str, bool]:
             text = f"{name}, {system}: samples to {GOAL:g} within {EQUAL_LEARNING:.0%} of TRL's ({samples:.2f})"
             checks[text] = abs(samples - 1) <= EQUAL_LEARNING
         for run in found.get(system, []):
-            text = f"{name}, {system}: lag within {lag}, books add up"
+            text = f"{name}, {system}: lag within {lag}, the ledger adds up"
             checks[text] = checks.get(text, True) and run.facts["audit"]["ok"] and run.facts["lag"] <= lag
     if name == "long":
         tokens = {step.tokens for runs in found.values() for run in runs for step in run.steps}

@@ -16,7 +16,7 @@ def run_arm(name: str, config: JobConfig, data_dir: Path) -> tuple[Curve, Path]:
     """Run to the end; returns the held-out curve since version 0 and the checkpoint of version 0.
 
     Raises:
-        SystemExit: the job did not succeed, or its books do not hold.
+        SystemExit: the job did not succeed, or its audit failed.
     """
     finished = run_job(config, data_dir)
     began = next(event["time"] for event in finished.events if event["type"] == "checkpoint")

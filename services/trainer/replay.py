@@ -9,6 +9,7 @@ Command: ``python -m penstock.services.trainer.replay JOB REQUEST_ID [FROM_BATCH
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from penstock.shared.weights.flat import fill
 
 __all__ = ["Recorded", "Replay"]
 
+NO_BASE = "no checkpoint is left from which these batches could be repeated"
+_Base = tuple[Checkpointed, list[Checkpointed], list[str]]
 GRADIENT_NORMS = ("optimizer/grad_norm", "policy/grad_norm", "actor/grad_norm")
 """Metric names under which the update rules report the norm of the policy's gradient."""
 
@@ -65,8 +68,11 @@ class Recorded:
         if number in self.checkpoints:
             replayed = await replica.write(copy_weights)
             await replica.snapshot()
-            await replica.load(self.checkpoints[number])
-            found.append(near.checkpoint(number, replayed, await replica.write(copy_weights)))
+            try:
+                await replica.load(self.checkpoints[number])
+                found.append(near.checkpoint(number, replayed, await replica.write(copy_weights)))
+            except CheckpointError as error:
+                found.append(str(error))
             await replica.restore()
         return [text for text in found if text]
 
@@ -98,8 +104,13 @@ class Replay:
         logged = {n: manifests.get((n, event.revision)) for n, event in trained.items()}
         purged = max((n for n, m in logged.items() if m is None or any(g.seq < low for g in m.groups)), default=0)
         last = min(to_batch, max(trained, default=0)) if to_batch is not None else max(trained, default=0)
+        bases = self._bases(checkpoints, from_batch, purged)
+        if not bases:
+            raise CheckpointError(NO_BASE)
         replica = await self._open(config, simulator)
-        base, unusable = await self._load_base(replica, self._bases(checkpoints, from_batch, purged))
+        base, skipped, errors = await self._load_base(replica, bases)
+        checkpoints = [c for c in checkpoints if c not in skipped]
+        unusable = "".join(f"; {error}" for error in errors)
         compare = partial(_digest, np.zeros(replica.learner.layout().nbytes, np.uint8))
         pins = read_manifest(self._path(base)).manifest.environment
         written = [self._path(c) for c in (base, *(c for c in checkpoints if base.number < c.number))]
@@ -112,7 +123,7 @@ class Replay:
             try:
                 shard = await replica.fetch(manifests[number, event.revision], None)
             except (KeyError, Untrainable) as error:
-                return ReplayRow(done=True, ok=False, summary=f"the log of batch {number} is gone: {error}")
+                return ReplayRow(done=True, ok=False, summary=f"the log of batch {number} is gone: {error}{unusable}")
             metrics = await replica.update(shard, update_index=manifests[number, event.revision].update_index)
             digest = await replica.write(compare)
             match, total = digest == event.digest, total + 1
@@ -122,13 +133,12 @@ class Replay:
                 found = await recorded.compare(near, replica, number, metrics)
                 row = msgspec.structs.replace(row, near=near.within, detail="; ".join([digest, *found]))
             await self._report(row)
-        summary = f"{same} of {total} updates after checkpoint {base.number} gave the same weight digest"
-        summary += "".join(f"; checkpoint {number} could not be loaded: {error}" for number, error in unusable.items())
+        summary = f"{same} of {total} updates after checkpoint {base.number} gave the same weight digest{unusable}"
         if differences:
             summary += f"; another environment ({', '.join(differences)}) gives other bits"
         if differences and same < total:
             summary += f"; {near.summary()}"
-        ok = same == total or (bool(differences) and near.compared and near.within)
+        ok = (same == total and (total > 0 or not skipped)) or (bool(differences) and near.compared and near.within)
         return ReplayRow(done=True, ok=ok, total=total, summary=summary)
 
     async def _recorded(self, checkpoints: list[Checkpointed]) -> Recorded:
@@ -183,25 +193,24 @@ class Replay:
             return [c for c in reversed(kept) if c.number < from_batch]
         return [c for c in kept if c.number >= purged] or kept[-1:]
 
-    async def _load_base(self, replica: Replica, bases: list[Checkpointed]) -> tuple[Checkpointed, dict[int, str]]:
+    async def _load_base(self, replica: Replica, bases: list[Checkpointed]) -> _Base:
         """Load the first of ``bases`` that can be loaded.
 
         Returns:
-            The loaded checkpoint, and by number the errors of the checkpoints that were tried before it.
+            the loaded checkpoint, the ones before it, and their errors.
 
         Raises:
             CheckpointError: no checkpoint can be loaded.
         """
-        errors: dict[int, str] = {}
-        for base in bases:
+        errors: list[str] = []
+        for position, base in enumerate(bases):
             try:
                 await replica.load(self._path(base))
             except CheckpointError as error:
-                errors[base.number] = str(error)
+                errors.append(str(error))
             else:
-                return base, errors
-        reasons = "".join(f"; {error}" for error in errors.values())
-        raise CheckpointError(f"no checkpoint is left from which these batches could be repeated{reasons}")
+                return base, bases[:position], errors
+        raise CheckpointError("; ".join([NO_BASE, *errors]))
 
     def _path(self, checkpoint: Checkpointed) -> Path:
         return checkpoint_path(self._settings.data_dir, checkpoint.path)
@@ -217,9 +226,8 @@ def _differences(written: list[Path], here: dict[str, str]) -> list[str]:
     """Return the differences between the environments that wrote these checkpoints and this one, without duplicates."""
     found: dict[str, None] = {}
     for path in written:
-        if (path / "COMMIT").exists():
-            pins = read_manifest(path).manifest.environment
-            found |= dict.fromkeys(environment_differences(pins, here))
+        with contextlib.suppress(CheckpointError):  # a damaged manifest names no environment
+            found |= dict.fromkeys(environment_differences(read_manifest(path).manifest.environment, here))
     return list(found)
 
 

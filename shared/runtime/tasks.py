@@ -243,16 +243,11 @@ class Inbox:
         await self._facts.put(fact)
 
     async def ask(self, fact: Callable[[], Awaitable[T]]) -> T:
-        """Add an update, and return its result once the leader has applied it. Raises what the update raises."""
+        """Add an update, and return its result once the leader has applied it."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def answered() -> None:
-            try:
-                result = await fact()
-            except Exception as error:
-                if not done.done():
-                    done.set_exception(error)
-                raise
+            result = await fact()
             if not done.done():
                 done.set_result(result)
 

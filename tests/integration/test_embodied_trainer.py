@@ -188,13 +188,13 @@ async def test_restarts_and_replays_give_the_digests_of_the_ledger(
     assert leader.forks == 0
     assert len({event.digest for event in leader.trained}) == 4
 
-    async def replay(from_batch: int | None) -> tuple[list[tuple[int, bool]], ReplayRow]:
+    async def replay(from_batch: int | None, to_batch: int | None = None) -> tuple[list[tuple[int, bool]], ReplayRow]:
         rows: list[ReplayRow] = []
-        request = f"replay_{from_batch}"
+        request = f"replay_{from_batch}_{to_batch}"
         progress = await bus.subscribe(
             subjects.replay_progress(request), lambda _, data: rows.append(unpack(data, ReplayRow)[0])
         )
-        await Replay(bus, settings, JOB, request).run(from_batch, None)
+        await Replay(bus, settings, JOB, request).run(from_batch, to_batch)
         async with asyncio.timeout(30):
             while not rows or not rows[-1].done:
                 await asyncio.sleep(0.01)
@@ -208,11 +208,19 @@ async def test_restarts_and_replays_give_the_digests_of_the_ledger(
     first, second = (
         checkpoint_path(tmp_path, checkpoint.path) / "model.safetensors" for checkpoint in leader.checkpoints
     )
+    intact = second.read_bytes()
+    damage(second)
+    batches, done = await replay(3)
+    assert batches == [(1, True), (2, True), (3, True), (4, True)], "the replay begins at the checkpoint before"
+    assert done.ok
+    second.write_bytes(intact)
     damage(first)
     batches, done = await replay(None)
     assert (batches, done.ok) == ([(3, True), (4, True)], True), "the replay begins at the next checkpoint"
     assert "2 of 2 updates after checkpoint 2" in done.summary
-    assert "checkpoint 0 could not be loaded" in done.summary
+    assert "was changed after the checkpoint was written" in done.summary
+    batches, done = await replay(None, 2)
+    assert (batches, done.ok) == ([], False), "a replay of no update confirms nothing"
     damage(second)
     batches, done = await replay(None)
     assert (batches, done.ok) == ([], False)

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from penstock.shared.errors import Conflict
 from penstock.shared.runtime.tasks import Inbox
 
 
@@ -52,19 +51,6 @@ async def test_a_requester_gets_the_decision() -> None:
     asking = asyncio.create_task(inbox.ask(decide))
     await inbox.take(1.0)
     assert await asking == "decided"
-
-
-async def test_a_failed_update_fails_for_the_leader_and_for_the_requester() -> None:
-    inbox = Inbox()
-
-    async def decide() -> str:
-        raise Conflict("no")
-
-    asking = asyncio.create_task(inbox.ask(decide))
-    with pytest.raises(Conflict):
-        await inbox.take(1.0)
-    with pytest.raises(Conflict):
-        await asyncio.wait_for(asking, 5)
 
 
 async def test_waking_a_full_inbox_neither_fails_nor_fills_it_further() -> None:

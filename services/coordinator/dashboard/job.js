@@ -66,7 +66,7 @@ function headingOf(job, path) {
 const QUESTIONS = {
   cancel: (job) => ask(`Cancel ${job.name}?`, make("p", {}, "It trains what is under way, writes a checkpoint and ends. This cannot be undone."), "Cancel the job", "danger"),
   scale: () => ask("Scale workers", [
-    make("p", { class: "hint" }, "They work for every job of the deployment. Those that stop finish what they have in hand."),
+    make("p", { class: "hint" }, "They work for every job of the deployment. Those that stop finish their current work."),
     field("Service", choice([["rollout", "rollout"], ["reward", "reward"], ["env", "env"]], "rollout", { name: "pool" })),
     field("Workers", make("input", { name: "replicas", type: "number", min: 0, max: 64, value: 2, required: true }))], "Scale"),
   amend: async (job, path) => {

@@ -122,7 +122,7 @@ def until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
             asked = yield calls.operation(job, asked["id"], min(HOLD_S, left))
         except Unavailable as error:
             problem = f": {error}"
-            yield Pause(min(patience.after(error), left))
+            yield Pause(max(0.0, min(patience.after(error), deadline - time.monotonic())))
         else:
             problem = ""
             patience.renew()

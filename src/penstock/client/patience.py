@@ -68,7 +68,7 @@ class Patience:
         if time.monotonic() - self._since > self._seconds:
             raise error
         self._failures += 1
-        return float(min(0.2 * 2**self._failures, 2.0))
+        return float(min(0.2 * 2 ** min(self._failures, 4), 2.0))
 
 
 class Search:

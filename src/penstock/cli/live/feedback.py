@@ -17,7 +17,7 @@ import typer
 from penstock.cli.exits import FAILED, Commands
 from penstock.cli.printing import Json, console, note, number, seconds_of, show_done, show_json, show_line, table
 from penstock.client import Client
-from penstock.client.answers import find_api_key
+from penstock.client.answers import base_url, find_api_key
 from penstock.shared.errors import ConfigError, DataError
 
 __all__ = ["app"]
@@ -58,8 +58,9 @@ def batch(
     as_json: Json = False,
 ) -> None:
     """Post the items of a file; items that the same key posted before have no effect. Exit with 1 if one is refused."""
-    with Client() as client:
-        rows = client.feedback_batch(_named(_items(file), find_api_key(client.url)))
+    key = find_api_key(base_url(None))
+    with Client(api_key=key or None) as client:
+        rows = client.feedback_batch(_named(_items(file), key))
     refused = [(place, row) for place, row in enumerate(rows, 1) if row.problem is not None]
     if as_json:
         for row in rows:
