@@ -162,24 +162,30 @@ class PolicyConfig(StrictModel):
     """Number of values per action dimension (`tokens`)."""
 
 
+COPIES = 2
+"""Largest number of replay buffers in a trainer's memory: a checkpoint is written from a copy."""
+
+
 class ReplayBufferConfig(StrictModel):
     """Replay buffer of an off-policy algorithm."""
 
     capacity: int = Field(1_000_000, ge=1)
     """Largest number of transitions; a new one replaces the oldest."""
     max_bytes: int = Field(1 << 30, ge=1)
-    """Largest memory in bytes; a job whose `capacity` needs more is rejected."""
+    """Largest memory in bytes; a job whose `capacity` needs more is rejected. The trainer's host (or container) must
+    have twice what `capacity` needs, because a checkpoint copies the buffer."""
 
-    def check_bytes(self, *, observation_size: int, action_size: int) -> None:
-        """Check that a full buffer fits into ``max_bytes``.
+    def check_bytes(self, *, observation_size: int, action_size: int, memory_bytes: int | None = None) -> None:
+        """Check that a full buffer fits into ``max_bytes``, and that the trainer's memory has room for it and a copy.
 
         A transition takes two observations, an action and a reward in float32, and one byte for a flag.
 
         Args:
             observation_size, action_size: components of one observation and of one action.
+            memory_bytes: memory of the trainer; None: unknown, and not checked.
 
         Raises:
-            ConfigError: the buffer needs more than ``max_bytes``; the message says which capacity would fit.
+            ConfigError: the buffer needs more; the message says which capacity would fit.
         """
         row_bytes = 4 * (2 * observation_size + action_size + 1) + 1
         if self.capacity * row_bytes > self.max_bytes:
@@ -187,6 +193,13 @@ class ReplayBufferConfig(StrictModel):
                 f"algorithm.buffer.capacity {self.capacity} needs {self.capacity * row_bytes} bytes ({row_bytes} for "
                 f"each transition), algorithm.buffer.max_bytes allows {self.max_bytes}: at most "
                 f"{self.max_bytes // row_bytes} fit"
+            )
+        needed = COPIES * self.capacity * row_bytes
+        if memory_bytes is not None and needed > memory_bytes:
+            raise ConfigError(
+                f"algorithm.buffer.capacity {self.capacity} needs {needed} bytes (the buffer, and the copy that a "
+                f"checkpoint makes), and this trainer has {memory_bytes} bytes of memory: at most "
+                f"{memory_bytes // (COPIES * row_bytes)} fit"
             )
 
 

@@ -56,8 +56,9 @@ class HealthWarning(BaseModel):
 
     kind: WarningKind
     """``no_signal``: most groups have no variance; ``reward_stuck``: the reward does not rise; ``scorer_failures``:
-    completions without a score; ``entropy_collapse``: the policy's outputs hardly vary; ``truncation``: many
-    completions hit the length limit; ``kl_spike``, ``gradient_spike``: one update was far larger than those before."""
+    completions without a score, or episodes lost with their simulators; ``entropy_collapse``: the policy's outputs
+    hardly vary; ``truncation``: many completions hit the length limit; ``kl_spike``, ``gradient_spike``: one update was
+    far larger than those before."""
     message: str
     since: datetime
 
@@ -103,8 +104,9 @@ class JobFailure(BaseModel):
 
     code: ErrorCode
     """``timeout``: `limits.timeout_s` was exceeded; ``invalid_data``: a data set cannot be used;
-    ``environment_failed``: the simulator cannot be created; ``not_scored``: no scorer could score the samples;
-    ``trainer_failed``, ``rollout_failed``: a worker cannot continue the job; ``internal``: a defect."""
+    ``environment_failed``: the simulator cannot be created; ``not_scored``: no scorer could score the samples, or no
+    simulator could play the episodes; ``trainer_failed``, ``rollout_failed``: a worker cannot continue the job;
+    ``internal``: a defect."""
     message: str
     service: Literal["coordinator", "rollout", "env", "reward", "trainer"] | None = None
     """Service that failed; None if no service is at fault."""

@@ -236,12 +236,22 @@ def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, enter: A
         assert part.headers["content-range"] == f"bytes 4-7/{len(whole.content)}"
         assert http.get(first["href"], headers={"Range": "bytes=9999999-"}).status_code == 416
         assert http.get(f"{videos}/7-7.mp4").status_code == 404
-        assert first["href"] in http.get(f"/v1/jobs/{job}/samples").json()["videos"]
+        shown = http.get(f"/v1/jobs/{job}/samples").json()
+        assert first["href"] in shown["videos"]
+        held_out = shown["held_out"]
+        assert (held_out["step"], held_out["version"], held_out["values"]["eval/success"]) == (2, 2, 0)
+        assert held_out["values"]["eval/length"] == held_out["values"]["eval/return"] > 0, "over two episodes"
         assert httpx.get(f"{stack.stack.url}{first['href']}").status_code == 401, "without a key no video is shown"
     assert stack.cli("videos", job, "--to", str(tmp_path)).exit_code == 0
     assert (tmp_path / "filmed-0-1000000.mp4").read_bytes() == whole.content
 
+    length = f"eval/length {held_out['values']['eval/length']:.4g}"
+    assert length in " ".join(stack.cli("samples", job).output.split())
+
     enter(page, stack, "e2e-key")
+    page.goto(f"{stack.stack.url}/#/jobs/{job}")
+    curve = page.locator("canvas[aria-label^='Success, by policy update']")
+    expect(curve).to_have_attribute("aria-label", re.compile("success/rate 0 at update 2; eval/success 0 at update 2$"))
     page.goto(f"{stack.stack.url}/#/jobs/{job}/videos")
     films = page.locator(".videos video")
     expect(films).to_have_count(2, timeout=WAIT_MS)

@@ -44,6 +44,10 @@ FURTHER, LAST = 3, 12
 CUT = "connection to NATS at"
 RESET_LIMIT_S = 230.0
 """Longer than a rollout worker waits for a reset of its simulators."""
+BROKEN = "RuntimeError: the arm has lost its base"
+"""Error that a reset of ``e2e_simulators:Arm-v0`` raises."""
+FEW_FAILURES = 10
+"""Lost groups in a row after which a job with four groups a batch goes on; sixteen end it."""
 STALL_S = 5.0
 """Longer than the leases of the trainer and the coordinator."""
 
@@ -89,6 +93,44 @@ def test_a_policy_in_a_simulator_is_trained_like_any_other(stack: Any) -> None:
 def test_a_job_that_does_not_fit_its_simulator_is_refused(stack: Any, change: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         submit(stack, change)
+
+
+@pytest.mark.long
+def test_a_job_goes_on_once_its_simulator_begins_episodes_again(stack: Any, tmp_path: Path) -> None:
+    """Resets raise in mid-run, fewer times than end the job, and the next one waits until the test has looked."""
+    job = submit(stack, *arm(tmp_path, failures=FEW_FAILURES), "train.max_updates=8")
+    stack.until(lambda: stack.status(job).warnings, "a warning", details=lambda: stack.client.why(job))
+    status = stack.status(job)
+    assert (status.phase, [one.kind for one in status.warnings]) == ("running", ["scorer_failures"])
+    assert BROKEN in status.warnings[0].message
+    shown = " ".join(stack.cli("why", job).output.split())
+    assert f"episodes were lost and are not trained on; the newest error: {BROKEN}" in shown
+    (tmp_path / "healed").touch()
+    status = stack.finish(job).status
+    assert (status.phase, status.step) == ("succeeded", 8), status
+    assert status.draws["dropped"]["failed"] == FEW_FAILURES
+    stack.check_audit(job)
+    told = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "health"]
+    assert any(BROKEN in message for message in told), told
+
+
+@pytest.mark.long
+def test_a_job_whose_simulator_begins_no_more_episodes_fails(stack: Any, tmp_path: Path) -> None:
+    job = submit(stack, *arm(tmp_path, failures=1_000_000), "train.max_updates=1000")
+    status = stack.finish(job).status
+    assert (status.phase, status.error.code, status.step > 0) == ("failed", "not_scored", True), status
+    assert f"16 groups in a row were lost: {BROKEN}" in status.message
+    stack.check_audit(job)
+
+
+def arm(folder: Path, *, failures: int) -> list[str]:
+    """Return changes that give the job one environment of ``e2e_simulators``, whose resets raise after some updates."""
+    options = f"{{folder: {folder}, good: 14, failures: {failures}}}"
+    simulator = "horizon: 20, num_envs: 1, sessions: 1, bytes_per_step: 256, step_limit_s: 150"
+    return [
+        f"environment={{task: 'e2e_simulators:Arm-v0', options: {options}, {simulator}}}",
+        "train.batch_size=4", "train.draw_timeout_s=200", "evaluation.episodes=0",
+    ]  # fmt: skip
 
 
 @pytest.mark.long

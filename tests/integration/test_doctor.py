@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.services.env.simulators import INSTALLED
 
 
 def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,3 +51,33 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
     for name in ("streams", "streams of a demo"):
         assert "has 1,024 MiB free, and the streams need 2,048 MiB" in found[name]["detail"]
     assert found["streams of a demo"]["fix"] == "penstock demo --data-dir FOLDER"
+
+
+@pytest.mark.parametrize("script", ["#!/bin/sh\necho 'ImportError: libGL' >&2\nexit 1\n", "#!/nowhere/python\n"])
+def test_a_broken_simulator_is_a_warning_with_its_repair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    """Meta-World is installed, but its interpreter fails or does not run. The other simulators work."""
+    works = tmp_path / "python"
+    works.write_text("#!/bin/sh\nexit 0\n")
+    works.chmod(0o755)
+    for name in ("nats-server", "valkey-server"):
+        if (program := Path(sys.executable).with_name(name)).exists():
+            (tmp_path / name).symlink_to(program)
+    monkeypatch.setattr(sys, "executable", str(works))
+    broken = tmp_path / "sims" / "metaworld" / "bin" / "python"
+    broken.parent.mkdir(parents=True)
+    broken.write_text(script)
+    broken.chmod(0o755)
+    environment = {"PENSTOCK_SIMS_DIR": str(tmp_path / "sims"), "PENSTOCK_DATA_DIR": str(tmp_path / "data")}
+
+    def found() -> dict[str, str]:
+        result = CliRunner().invoke(app, ["doctor", "--json"], env=environment)
+        row: dict[str, str] = next(row for row in json.loads(result.stdout) if row["name"] == "simulators")
+        return row
+
+    assert found()["state"] == "ok", "an installation that did not end counts as none"
+    (broken.parents[1] / INSTALLED).write_text("{}")
+    row = found()
+    assert (row["state"], row["fix"]) == ("warning", "penstock sims install metaworld --again")
+    assert row["detail"] == "gymnasium, libero, maniskill, world_model; not here: metaworld"

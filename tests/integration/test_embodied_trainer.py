@@ -35,6 +35,7 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, ReplayRow, Report
+from penstock.shared.runtime import host_memory
 from penstock.shared.transport.bus import Bus
 from tests.unit.trainer.episode_batches import CHUNK, group_of, job_of, spec_of
 
@@ -235,3 +236,55 @@ async def test_a_job_whose_simulator_the_policy_does_not_fit_fails_with_the_reas
         while not leader.failures:
             await asyncio.sleep(0.01)
     assert "'rgb' is no observation of 'Reach'" in leader.failures[0]
+
+
+async def test_a_replay_buffer_larger_than_the_memory_is_refused(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's cgroup allows 1 MiB; the buffer alone would fit, but not with the copy for a checkpoint."""
+    (tmp_path / "slice" / "trainer").mkdir(parents=True)
+    (tmp_path / "slice" / "memory.max").write_text(f"{1 << 20}\n")
+    (tmp_path / "slice" / "trainer" / "memory.max").write_text("max\n")
+    (tmp_path / "cgroup").write_text("0::/slice/trainer\n")
+    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "MOUNT", tmp_path)
+    row = 4 * (2 * 5 + 2 * CHUNK + 1) + 1  # of 'Reach': five observed numbers, two for each action
+    most = (1 << 20) // (2 * row)
+    for capacity, fits in ((most + 1, False), (most, True)):
+        leader = Leader(bus, job_of({"buffer": {"capacity": capacity}}, {"type": "squashed"}))
+        await leader.begin()
+        async with trainer(bus, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), leader):
+            while not (leader.failures or leader.checkpoints):
+                await asyncio.sleep(0.01)
+        assert (len(leader.checkpoints), len(leader.failures)) == (int(fits), int(not fits)), leader.failures
+        assert fits or leader.failures == [
+            f"algorithm.buffer.capacity {capacity} needs {2 * capacity * row} bytes (the buffer, and the copy that a "
+            f"checkpoint makes), and this trainer has {1 << 20} bytes of memory: at most {most} fit"
+        ]
+
+
+async def test_a_checkpoint_of_another_simulator_fails_the_job_and_stays(bus: Bus, tmp_path: Path) -> None:
+    """The restarted trainer is told of a simulator with more numbers than the one that the checkpoint was made with."""
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path)
+    leader = Leader(bus, PPO)
+    await leader.begin()
+    async with trainer(bus, settings, leader):
+        await leader.seal(1)
+        await until_trained(leader, 1)
+        while not leader.checkpoints:
+            await asyncio.sleep(0.01)
+    folder = checkpoint_path(tmp_path, leader.checkpoints[0].path)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    own = leader.environment
+    leader.environment = {**own, "observations": {**own["observations"], "state": ((4,), "float64")}}
+    async with trainer(bus, settings, leader):
+        while not leader.failures:
+            await asyncio.sleep(0.01)
+    assert leader.failures == [
+        "the checkpoint's observation 'state' is [[3], 'float64'], this job's is [[4], 'float64']"
+    ]
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+    leader.environment, leader.failures = own, []
+    async with trainer(bus, settings, leader):
+        await leader.seal(2)
+        await until_trained(leader, 2)

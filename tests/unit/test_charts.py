@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.cli.exits import FAILED, Commands
-from penstock.cli.jobs.views import chart
+from penstock.cli.jobs.views import chart, held_out_line
 from penstock.cli.printing import seconds_of
 from penstock.shared.errors import ConfigError
 
@@ -33,6 +33,14 @@ def test_many_values_fill_the_span_of_their_column() -> None:
     (_, top, bottom, axis) = chart("x", list(range(1000)), values, width=3, height=2)
     assert (top, bottom) == ("1 ┤" + FULL * 3, "0 ┤" + FULL * 3)
     assert axis == "  └0999"
+
+
+def test_the_newest_held_out_results_in_one_line() -> None:
+    series = {"eval/length": [9.0, None, 7.5, None], "eval/success": [0.25, None, 0.0, None]}
+    line = "held-out episodes at update 4: eval/length 7.5, eval/success 0"
+    assert held_out_line({"steps": [0, 3, 4, 5], "series": series}) == line
+    assert held_out_line({"steps": [3], "series": {"eval/success": [None]}}) == ""
+    assert held_out_line({"steps": [], "series": {}}) == ""
 
 
 @pytest.mark.parametrize(("age", "seconds"), [("90m", 5400.0), ("7d", 604800.0), (None, None)])

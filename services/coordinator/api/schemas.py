@@ -48,10 +48,19 @@ class RowList(BaseModel):
     has_more: bool = False
 
 
+class HeldOut(BaseModel):
+    """Newest evaluation on held-out episodes; ``step`` is the number of updates before it."""
+
+    step: int
+    version: int
+    values: dict[str, float | None] = Field(description="`eval/success`, `eval/return`, `eval/length`")
+
+
 class SampleList(RowList):
     """Samples; ``videos`` contains the addresses of videos of held-out episodes."""
 
     videos: list[str] = []
+    held_out: HeldOut | None = Field(None, description="Of an embodied job; null before its first evaluation")
 
 
 class EventList(RowList):

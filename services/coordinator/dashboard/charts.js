@@ -12,8 +12,10 @@ const cursors = uPlot.sync("updates");
 
 /** Curves that are shown of a job before anything else is asked for: title, metrics, and a sentence that explains them. */
 export const OVERVIEW = [
-  { title: "Reward", names: ["reward/mean", "eval/greedy", "eval/mean"],
+  { title: "Reward", names: ["reward/mean", "eval/greedy", "eval/mean", "eval/return"],
     note: "Mean of what was sampled, and of the evaluations." },
+  { title: "Success", names: ["success/rate", "eval/success"],
+    note: "Share of episodes that solved their task: of those that were trained, and of held-out ones." },
   { title: "Groups without signal", names: ["groups/no_signal", "groups/count"],
     note: "All completions of such a group got the same reward: nothing is learnt from it." },
   { title: "Numerics: sampler against trainer", names: ["mismatch/kl"],
@@ -26,6 +28,7 @@ export const OVERVIEW = [
   { title: "Clipped tokens (share)", names: ["policy/clip_high", "policy/clip_low"], note: "Whose ratio left the trust region." },
   { title: "Loss", names: ["loss/policy", "loss/value"], note: "Of the policy and of the critic. It need not fall." },
   { title: "Gradient norm", names: ["optimizer/grad_norm", "policy/grad_norm"], note: "Before clipping." },
+  { title: "Episode length (actions)", names: ["episode/length", "eval/length"], note: "Mean of trained and of held-out episodes." },
   { title: "Completion length (tokens)", names: ["length/mean", "length/quantile_p90"], note: "Mean, and the longest tenth." },
   { title: "Tokens per second", names: ["tokens_per_s/generated", "tokens_per_s/trained"], note: "Generated, and trained." },
 ];

@@ -102,8 +102,10 @@ class Measures:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """Count a group that arrived."""
-        self.tally.on_group(header, duplicate=duplicate)
+        """Count a group that arrived. One without completions, for an error, lost all that it should have."""
+        is_lost = bool(header.error) and not header.lengths and not header.skipped
+        lost = self.config.completions_per_group if is_lost else 0
+        self.tally.on_group(header, duplicate=duplicate, lost=lost)
         self.health.error = header.error or self.health.error
 
     def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:

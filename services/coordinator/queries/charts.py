@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     BatchRefused,
@@ -33,7 +35,9 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["Charts", "columns", "largest_triangles", "metric_names", "timeline"]
+__all__ = ["Charts", "columns", "largest_triangles", "metric_names", "newest_evaluation", "timeline"]
+
+HELD_OUT = ("eval/success", "eval/return", "eval/length")
 
 
 class Charts:
@@ -57,6 +61,13 @@ class Charts:
         """Return ``name``, ``count``, ``first_step``, ``last_step`` and ``last`` value of every metric."""
         messages = await self._metrics(job)
         return await asyncio.to_thread(lambda: metric_names(_rows(messages)))
+
+    async def held_out(self, job: str) -> dict[str, Any] | None:
+        """Return the newest evaluation of an embodied job; None: there is none yet, or the job is of another kind."""
+        if not isinstance(parse_job((await self._store.get(job)).spec), EmbodiedJob):
+            return None
+        messages = await self._metrics(job)
+        return await asyncio.to_thread(lambda: newest_evaluation(_rows(messages)))
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
         """Return spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
@@ -117,6 +128,15 @@ def metric_names(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             known = found.setdefault(name, {"name": name, "count": 0, "first_step": row["step"]})
             known |= {"count": known["count"] + 1, "last_step": row["step"], "last": value}
     return [found[name] for name in sorted(found)]
+
+
+def newest_evaluation(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return ``step``, ``version`` and ``values`` (success, return, length, by metric name) of the last evaluation."""
+    row = next((row for row in reversed(rows) if row["kind"] == "eval"), None)
+    if row is None:
+        return None
+    values = {name: row["values"].get(name) for name in HELD_OUT}
+    return {"step": row["step"], "version": row["version"], "values": values}
 
 
 def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_points: int) -> list[int]:

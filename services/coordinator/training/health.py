@@ -71,7 +71,7 @@ class Health:
         self.config = config
         self.warnings: dict[WarningKind, str] = {}
         self.error = ""
-        """The newest error of a scorer."""
+        """The newest error of a scorer or simulator."""
         self.recent: Mapping[str, float] = {}
         """Counts of the run since its newest metrics row, as ``Tally.since`` has them."""
         self._rows: deque[tuple[int, Row]] = deque(maxlen=BEFORE + WINDOW)
@@ -192,9 +192,9 @@ class Health:
         if not failed or failed / arrived < (SCORED if was else UNSCORED):
             return ""
         reason = f"; the newest error: {self.error}" if self.error else ""
-        what = "episodes" if isinstance(self.config, EmbodiedJob) else "completions"
-        share = f"{failed:.0f} of the newest {arrived:.0f} {what}"
-        return f"{share} could not be scored and are not trained on{reason}"
+        is_embodied = isinstance(self.config, EmbodiedJob)
+        what, fate = ("episodes", "were lost") if is_embodied else ("completions", "could not be scored")
+        return f"{failed:.0f} of the newest {arrived:.0f} {what} {fate} and are not trained on{reason}"
 
     def _entropy_collapse(self, was: bool) -> str:
         newest = self._window("policy/entropy")

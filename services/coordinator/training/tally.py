@@ -51,14 +51,17 @@ class Tally:
         """Continue from the totals in ``row``, the newest row of the run."""
         self._totals = Counter({kind: int(row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
 
-    def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """Count a group that arrived. Its prompt is prefilled once for all of its completions."""
+    def on_group(self, header: GroupHeader, *, duplicate: bool, lost: int = 0) -> None:
+        """Count a group that arrived. Its prompt is prefilled once for all of its completions.
+
+        ``lost``: number of completions that a group without any stands for.
+        """
         self._tokens("generated", sum(header.lengths))
         self._tokens("prefilled", header.prompt_tokens)
         self._tokens("dropped", sum(header.lengths) if duplicate else 0)
         if not duplicate:
-            self._since["sequences/arrived"] += len(header.failed)
-            self._since["sequences/unscored"] += sum(header.failed)
+            self._since["sequences/arrived"] += len(header.failed) + lost
+            self._since["sequences/unscored"] += sum(header.failed) + lost
 
     def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
         """Count decisions that are about to be committed; ``candidates``: the groups as they are before the commit."""

@@ -19,6 +19,7 @@ from penstock.services.trainer.batch.episodes import Transitions
 from penstock.shared.config.embodied import ReplayBufferConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.runtime.host_memory import memory_bytes
 
 __all__ = ["ReplayBuffer", "sampled_rows"]
 
@@ -44,11 +45,13 @@ class ReplayBuffer:
         seed: seed of all samples.
 
     Raises:
-        ConfigError: the columns need more than ``max_bytes``.
+        ConfigError: the columns need more than ``max_bytes``, or do not fit twice into this trainer's memory.
     """
 
     def __init__(self, config: ReplayBufferConfig, *, observation_size: int, action_size: int, seed: int) -> None:
-        config.check_bytes(observation_size=observation_size, action_size=action_size)
+        config.check_bytes(
+            observation_size=observation_size, action_size=action_size, memory_bytes=memory_bytes()
+        )  # fmt: skip
         shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
             "observations": ((observation_size,), np.float32),
             "actions": ((action_size,), np.float32),

@@ -51,8 +51,8 @@ class EmbodiedLearner:
         collective: ranks that share a batch.
 
     Raises:
-        ConfigError: the policy does not fit the simulator, the replay buffer exceeds its byte limit, or an optimizer is
-            not installed.
+        ConfigError: the policy does not fit the simulator, the replay buffer exceeds its byte limit or the memory, or
+            an optimizer is not installed.
     """
 
     base_digest = ""

@@ -60,7 +60,7 @@ class SoftActorCriticRule:
             is left out.
 
     Raises:
-        ConfigError: the buffer exceeds its byte limit, or an optimizer is not installed.
+        ConfigError: the buffer exceeds its byte limit or the memory, or an optimizer is not installed.
     """
 
     def __init__(

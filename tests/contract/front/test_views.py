@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import tarfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +19,7 @@ from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.queries.charts import largest_triangles, timeline
 from penstock.services.coordinator.training.checkpoints import Artifacts
 from penstock.shared.errors import Conflict, NotFound
+from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,
@@ -149,6 +152,31 @@ async def test_samples_of_one_source(connect: Any, deployment: Any, job: Any) ->
         unknown = await client.get(f"{url}?env=harder")
         assert unknown.status_code == 404
         assert "no source of this job is called 'harder'; they are called addition, hard" in unknown.json()["detail"]
+
+
+async def test_samples_of_a_simulator_tell_the_newest_held_out_results(connect: Any, deployment: Any, job: Any) -> None:
+    arm = {"kind": "embodied", "name": "arm", "environment": {"task": "CartPole-v1", "horizon": 9},
+           "train": {"batch_size": 8, "max_updates": 9}}  # fmt: skip
+
+    def measure(id: str, kind: str, step: int, **values: float) -> None:
+        named = {f"eval/{name}" if kind == "eval" else name: value for name, value in values.items()}
+        row = {"kind": kind, "step": step, "version": step + 1, "time": 1.0, "values": named}
+        deployment.run(deployment.bus.publish(subjects.metrics(id), msgspec.json.encode(row)))
+
+    async with connect() as client:
+        id, text = deployment.submit(arm), deployment.submit(job)
+        assert (await client.get(f"/v1/jobs/{id}/samples")).json()["held_out"] is None
+        for each in (id, text):
+            measure(each, "eval", 0, success=0.25, length=8.5, failed=0)
+            measure(each, "eval", 4, success=0.5, length=7.5, failed=0, **{"return": 3.5})
+            measure(each, "train", 5, reward=1)
+        async with asyncio.timeout(60):  # a reply is shared for a moment
+            while (found := (await client.get(f"/v1/jobs/{id}/samples")).json()["held_out"]) is None:
+                await asyncio.sleep(0.02)
+        assert found == {
+            "step": 4, "version": 5, "values": {"eval/success": 0.5, "eval/return": 3.5, "eval/length": 7.5},
+        }  # fmt: skip
+        assert (await client.get(f"/v1/jobs/{text}/samples")).json()["held_out"] is None
 
 
 async def test_logs_are_followed_to_the_end(connect: Any, deployment: Any, job: Any) -> None:

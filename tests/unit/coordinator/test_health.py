@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from penstock.services.coordinator.leader.measures import Measures
@@ -126,6 +127,26 @@ def test_a_scorer_that_sometimes_fails_raises_a_warning_with_its_error() -> None
         found += [(ordinal + 1, change.message) for change in measures.health.judge()]
     text = f"1 of the newest 32 completions could not be scored and are not trained on; the newest error: {error}"
     assert found == [(4, text), (26, "")], "from one in 100 on, until it is less than one in 200"
+
+
+def test_episodes_of_a_group_that_holds_none_are_lost() -> None:
+    """A group whose simulator began no episode has an error and no rows; the episodes that it should have are lost."""
+    embodied = {
+        "kind": "embodied", "name": "arm", "environment": {"task": "CartPole-v1", "horizon": 9},
+        "algorithm": {"type": "grpo", "group_size": 4}, "train": {"batch_size": 8, "max_updates": 9},
+    }  # fmt: skip
+    measures = Measures(parse_training(embodied), cast(Outbox, None))
+    measures.begin(LedgerState(), held_out=[], now=0.0)
+    measures.health.recent = measures.tally.since
+    empty = {"lengths": [], "rewards": [], "failed": [], "truncated": []}
+    for ordinal in range(3):
+        whole = header(ordinal, failed=False, error="")
+        lost = msgspec.structs.replace(whole, error="RuntimeError: the arm is gone", **empty)
+        measures.on_group(lost if ordinal else whole, duplicate=False)
+    text = (
+        "8 of the newest 16 episodes were lost and are not trained on; the newest error: RuntimeError: the arm is gone"
+    )
+    assert [change.message for change in measures.health.judge()] == [text]
 
 
 def header(ordinal: int, *, failed: bool, error: str) -> GroupHeader:

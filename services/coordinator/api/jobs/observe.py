@@ -223,12 +223,15 @@ async def samples(
     """List completions with their rewards, newest update first. `href` of a row leads to its tokens.
 
     `videos` contains addresses of videos of held-out episodes; `GET /v1/jobs/{job_id}/videos` describes them.
+    `held_out` is the newest evaluation of an embodied job.
     """
     found = await backend.samples.page(
         job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward, env=env
     )
     films = [row["href"] for row in await backend.videos.rows(job) if row["href"]]
-    return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit, "videos": films})
+    held_out = await backend.feeds.once(("held_out", job), LOOK_S, partial(backend.charts.held_out, job))
+    more = {"has_more": len(found) > limit, "videos": films, "held_out": held_out}
+    return Json({"object": "list", "data": found[:limit], **more})
 
 
 @router.get("/videos", response_model=RowList, dependencies=READ)

@@ -87,6 +87,8 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow to the end 
 _LOG_POLL_S = 1.0
 DRAWN = "reward/mean"
 """Default metric of a curve."""
+HELD_OUT = ("eval/success", "eval/return", "eval/length")
+"""Measures of an embodied job's held-out episodes."""
 
 
 def events(
@@ -187,7 +189,9 @@ def samples(
     with Client() as client:
         record = client.find(job)
         rows = client.samples(record.id, step=step, sort=sort, env=env, limit=limit)
-        films = client.videos(record.id) if record.spec.get("kind") == "embodied" and not as_json else []
+        is_shown = record.spec.get("kind") == "embodied" and not as_json
+        films = client.videos(record.id) if is_shown else []
+        measured = held_out_line(client.metrics(record.id, names=",".join(HELD_OUT))) if is_shown else ""
     if as_json:
         show_json(rows)
         return
@@ -204,8 +208,20 @@ def samples(
         for row in rows
     ]
     console().print(table(("STEP#", "ENV", "REWARD#", "ADVANTAGE#", "PROMPT", "COMPLETION", "ANSWER"), shown))
+    if measured:
+        note(measured)
     if films:
         note(f"{len(films)} videos of held-out episodes: penstock videos {record.name} --to DIR")
+
+
+def held_out_line(found: dict[str, Any]) -> str:
+    """Return the newest evaluation of HELD_OUT in ``found``, a reply with metrics, in one line; '' without any."""
+    for step, row in reversed([*zip(found["steps"], zip(*found["series"].values(), strict=True), strict=False)]):
+        known = [(name, value) for name, value in zip(found["series"], row, strict=True) if value is not None]
+        if known:
+            values = ", ".join(f"{name} {number(value)}" for name, value in known)
+            return f"held-out episodes at update {step}: {values}"
+    return ""
 
 
 def videos(
