@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -182,6 +182,9 @@ bench-length: $(BIN)/fonttools  ## which aggregations and overlong rules make wr
 
 bench-rambling: $(BIN)/fonttools  ## which overlong rules lose right answers, three seeds each
 	$(BIN)/python benchmarks/length_bias.py --task rambling --out docs/results/rambling $(ARGS)
+
+bench-continue: $(BIN)/pytest  ## does a policy lose what it learnt when its training goes on: a new job with and without warm-up, extend
+	$(BIN)/python benchmarks/continued.py --out docs/results/continued.json $(ARGS)
 
 bench-attacks: $(BIN)/pytest  ## how far a stranger or a tenant can slow the coordinator over HTTP: loop lag, lease, another tenant's latency
 	$(BIN)/python benchmarks/attacks.py $(ARGS)

@@ -4,9 +4,10 @@
 
 Every step is what a person would type, run here one after the other in one new directory, each with its seconds: the
 installation into an empty environment; the demo; the same deployment again, in the background; its result served, and
-asked by ``penstock chat``; OpenAI's SDK in an environment without Penstock; an agent that begins where the demo began,
-asked through that SDK by eight threads that post to /feedback whether they accept each answer; its newest checkpoint
-exported, and loaded by transformers. Any Python from 3.11 runs this file, which imports the standard library alone.
+asked by ``penstock chat``; OpenAI's SDK in an environment without Penstock, which asks the same; an agent that begins
+where the demo began, asked through that SDK by eight threads that post to /feedback whether they accept each answer;
+its newest checkpoint exported, and loaded by transformers. Any Python from 3.11 runs this file, which imports the
+standard library alone.
 
 The targets: the result adds right, at least GOAL of the agent's last WINDOW answers are accepted, the folder that was
 exported answers as the agent did, and all of it takes at most LIMIT_S. Exits with 1 where one is missed.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -26,6 +28,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +90,8 @@ def walk(way: Way, *, installed: bool) -> list[str]:
         missed += [f"the result of the demo says {said.strip()!r}"] if said.strip() != "7" else []
         if not installed:
             way.client = way.install("`pip install openai`", "openai>=3,<4")
+        said = way.step("ask adder '3+4=' through OpenAI's SDK", way.client, __file__, "--ask", up["url"])
+        missed += [f"through OpenAI's SDK, the result of the demo says {said.strip()!r}"] if said.strip() != "7" else []
         missed += learn(way, shown["job"], up["url"])
     finally:
         way.penstock("`penstock down`", "down")
@@ -113,12 +118,24 @@ def learn(way: Way, demo: str, url: str) -> list[str]:
     return missed
 
 
-def talk(url: str) -> dict[str, Any]:
-    """Ask the agent sums and say whether its answers are right, until enough of the newest are, or time is up."""
+def client_of(url: str) -> Any:
+    """Client of OpenAI's SDK for the deployment at ``url``."""
     import openai
 
     key = (Path(os.environ["PENSTOCK_DATA_DIR"]) / "api.key").read_text().strip()
-    agent = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key)
+
+
+def ask(url: str) -> str:
+    """Answer of the demo's served result to a sum."""
+    question = [{"role": "user", "content": "3+4="}]
+    answer = client_of(url).chat.completions.create(model="adder", messages=question)
+    return answer.choices[0].message.content or ""
+
+
+def talk(url: str) -> dict[str, Any]:
+    """Ask the agent sums and say whether its answers are right, until enough of the newest are, or time is up."""
+    agent = client_of(url)
     newest: deque[bool] = deque(maxlen=WINDOW)
     writing = threading.Lock()
     first: list[bool] = []
@@ -168,18 +185,40 @@ def machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'an unknown processor'}"
 
 
+def system() -> str:
+    """The distribution whose packages this process sees, with the version of Debian's where it is one."""
+    release = platform.freedesktop_os_release()
+    debian = Path("/etc/debian_version")
+    version = f" ({debian.read_text().strip()})" if debian.is_file() else ""
+    return f"{release.get('PRETTY_NAME', 'unknown')}{version}, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """The commit of this checkout, marked where files were changed since; 'unknown' without a git repository."""
+    try:
+        words = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def main() -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description="Walk the way of a newcomer.")
     parser.add_argument("--out", type=Path, help="write the seconds to this JSON file")
     parser.add_argument("--installed", action="store_true", help="this interpreter has Penstock and openai")
+    parser.add_argument("--ask", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--talk", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--load", metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.ask:
+        print(ask(args.ask))
+        return 0
     if args.talk or args.load:
         print(json.dumps(talk(args.talk)) if args.talk else load(args.load))
         return 0
     began, load_before = time.monotonic(), os.getloadavg()[0]
+    date, of_commit = datetime.now(UTC).date().isoformat(), commit()
     with tempfile.TemporaryDirectory(prefix="penstock-newcomer-") as directory:
         way = Way(Path(directory))
         missed = walk(way, installed=args.installed)
@@ -187,8 +226,8 @@ def main() -> int:
     missed += [f"it took {seconds} s"] if seconds > LIMIT_S else []
     if args.out is not None:
         found = {
-            "seconds": seconds, "machine": machine(), "load_before": round(load_before, 1), "steps": way.rows,
-            "missed": missed,
+            "seconds": seconds, "machine": machine(), "root": system(), "date": date, "commit": of_commit,
+            "load_before": round(load_before, 1), "steps": way.rows, "missed": missed,
         }  # fmt: skip
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{seconds:7.1f} s  in all; " + ("; ".join(missed) or "every target is met"))

@@ -20,7 +20,7 @@ from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
-from penstock.shared.protocol.events import BatchTrained, JobStarted, LineageForked
+from penstock.shared.protocol.events import BatchTrained, Extended, Finished, JobStarted, LineageForked
 from penstock.shared.runtime.lease import LeaseRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -285,6 +285,32 @@ def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) ->
     stack.check_audit(job)
     assert not any(isinstance(event, LineageForked) for event in stack.ledger(job))
     stack.check_replay(job, at_least=6)
+
+
+@pytest.mark.long
+def test_an_extended_job_goes_on_with_its_replay_buffer(stack: Any) -> None:
+    """One replay from the first checkpoint on, with one buffer, gives the digests before and after the extension."""
+    job = submit(
+        stack, "environment={task: Pendulum-v1, horizon: 20, num_envs: 4, sessions: 1, bytes_per_step: 256}",
+        "policy={type: squashed, hidden_sizes: [16]}", "train.max_updates=6", "checkpoint.every=100",
+        "algorithm={type: sac, warmup_transitions: 300, steps_per_update: 5, batch_size: 32,"
+        " critic_hidden_sizes: [16], buffer: {capacity: 5000}}",
+    )  # fmt: skip
+    assert stack.finish(job).status.phase == "succeeded"
+    extended = stack.cli("extend", job, "--max-updates", "10", "--follow", "--json")
+    assert extended.exit_code == 0, extended.output
+    record = stack.client.get(job)
+    assert (record.status.phase, record.status.step, record.extensions) == ("succeeded", 10, 1), record.status
+    events = stack.ledger(job)
+    ends = [type(event) for event in events if isinstance(event, Finished | Extended)]
+    assert ends == [Finished, Extended, Finished]
+    names = ("buffer/inserted", "buffer/size", "critic/steps")
+    series = stack.client.metrics(job, names=",".join(names))["series"]
+    inserted, sizes, steps = ([value for value in series[name] if value is not None] for name in names)
+    assert inserted == sizes == [160 * update for update in range(1, 11)], "eight episodes of 20 steps in each update"
+    assert steps == [0] + [5] * 9, "the warm-up is not repeated"
+    stack.check_audit(job)
+    stack.check_replay(job, at_least=10)
 
 
 @pytest.mark.long

@@ -16,6 +16,8 @@ MANUAL = Path(__file__).resolve().parents[2] / "docs/job-file.md"
 SMALLER = "limits.byte_budget=33554432"
 """Change that makes the byte budget of a job fit the small streams of the tests."""
 NEVER = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
+TOO_FAST = 0.3
+"""Learning rate three thousand times that of the small job."""
 AT_TIMES = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_at_times"}], "processes": 1}
 
 
@@ -47,6 +49,46 @@ def test_failures_of_a_scorer_are_reported_with_exception_and_line(stack: Any) -
     assert "raised ValueError: no answer in" in failures
     assert "e2e_scorers.py, line 5" in failures
     assert "scorer_failures" in [warning.kind for warning in record.status.warnings]
+
+
+def warned(stack: Any, job: str, kind: str) -> list[str]:
+    """Return the messages of the events that began a warning of one kind."""
+    rows = [row for row in stack.client.events(job, follow=False) if row["type"] == "health"]
+    return [row["message"] for row in rows if (row["level"], row["data"]["kind"]) == ("warning", kind)]
+
+
+@pytest.mark.long
+def test_completions_that_are_nearly_all_cut_off_raise_a_warning(stack: Any) -> None:
+    job = stack.submit("name=cut-off", "sampling.max_new_tokens=1")
+    record = stack.finish(job)
+    assert record.status.phase == "succeeded", record.status.message
+    shares = stack.client.metrics(job, names="length/truncated")["series"]["length/truncated"]
+    assert fmean(shares) > 0.7, "one token of 15 ends a completion"
+    assert "truncation" in [warning.kind for warning in record.status.warnings]
+    (message,) = warned(stack, job, "truncation")
+    assert "of the completions of the last" in message
+    output = " ".join(stack.cli("why", job).output.split())
+    assert "warning: truncation" in output
+    assert "raise sampling.max_new_tokens" in output
+
+
+@pytest.mark.long
+def test_a_learning_rate_far_too_high_raises_a_warning(stack: Any) -> None:
+    """The second pass over a batch sees how far the first one moved the policy, so ``kl_spike`` follows at once."""
+    job = stack.submit("name=too-fast", "train.max_updates=100000", "train.epochs=2", "train.max_lag=0")
+    stack.reach(job, 8)
+    assert warned(stack, job, "kl_spike") == []
+    stack.client.amend(job, {"optimizer": {"learning_rate": TOO_FAST}})
+    (message,) = stack.until(lambda: warned(stack, job, "kl_spike"), "the warning", 60, lambda: stack.client.why(job))
+    stack.client.cancel(job, checkpoint=False)
+    assert stack.finish(job).status.phase == "cancelled"
+    series = stack.client.metrics(job, names="optimizer/lr,policy/approx_kl")["series"]
+    pairs = list(zip(series["optimizer/lr"], series["policy/approx_kl"], strict=True))
+    assert max(kl or 0.0 for rate, kl in pairs if rate != TOO_FAST) < 0.1
+    (number,) = re.findall(r"at update (\d+)\. Lower the learning rate", message)
+    rate, kl = pairs[int(number) - 1]
+    assert rate == TOO_FAST
+    assert f"the policy moved by {kl:.3g} nats per token" in message
 
 
 @pytest.mark.long

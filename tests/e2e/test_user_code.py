@@ -9,10 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import xxhash
+import yaml
 
 from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.model import ModelConfig
+from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol.events import JobStarted
 from penstock.shared.protocol.jobs import JobRecord
 
@@ -195,6 +199,59 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
     warned = dry_run(grade=source.replace("return", "import nothing_of_that_name\n    return"))
     assert warned.exit_code == 0, warned.output
     assert "grade() raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in warned.output
+
+
+SHELF = """
+class Shelf:
+    def __init__(self, seed, row):
+        self.asked = 0
+
+    def look(self, text):
+        self.asked += 1
+        return f"{len(text)}{self.asked}%"
+
+    def reward(self, answer):
+        return float(self.asked)
+"""
+SHELF_JOB = (
+    "name=shelf", "model.characters=0123456789+=<>%", "model.config.max_position_embeddings=64",
+    "sampling.max_new_tokens=16", "limits.byte_budget=33554432", "train.max_updates=4", "train.batch_size=32",
+)  # fmt: skip
+LOOK = {
+    "type": "method", "name": "look", "path": "./code.py:Shelf", "description": "Looks at the shelf.",
+    "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+}  # fmt: skip
+WINDOW = {
+    "max_turns": 2, "max_observation_tokens": 8, "tools": [LOOK],
+    "calls": {"begin": "<", "end": ">", "body": "text", "parallel": False},
+}  # fmt: skip
+
+
+@pytest.mark.long
+def test_an_uploaded_tool_is_called_while_a_job_trains(stack: Any, make_job: Any, tmp_path: Path) -> None:
+    """Random text contains calls. The class answers with the length of a call, and rewards that it was asked."""
+    (tmp_path / "code.py").write_text(SHELF)
+    spec = make_job(*SHELF_JOB, environment=WINDOW, reward={"scorers": [{"type": "environment"}]})
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(spec))
+    result = stack.cli("submit", str(tmp_path / "job.yaml"), "--follow")
+    assert result.exit_code == 0, result.output
+    record = stack.client.find("shelf")
+    assert (record.status.phase, record.status.step) == ("succeeded", 4)
+    (tool,) = record.spec["environment"]["tools"]
+    assert re.fullmatch(r"code@[0-9a-f]{64}:Shelf", tool["path"])
+    tokenizer = build_tokenizer(ModelConfig.model_validate(record.spec["model"]))
+    calls = 0
+    for group in stack.groups(record.id).values():
+        assert not group.failed.any()
+        for start, end, reward in zip(group.cu_seqlens, group.cu_seqlens[1:], group.rewards, strict=False):
+            ids, observed = group.token_ids[start:end], np.flatnonzero(group.mask[start:end] == 0)
+            assert reward == bool(len(observed)), "as often as it was asked"
+            if len(observed):
+                call = tokenizer.decode(ids[: observed[0]]).partition("<")[2].removesuffix(">")
+                assert tokenizer.decode(ids[observed]) == f"{len(call)}1%"
+                calls += 1
+    assert calls > 0
+    stack.check_audit(record.id)
 
 
 @pytest.mark.long
