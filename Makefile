@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -138,6 +138,10 @@ bench-page: $(BIN)/pytest  ## first paint of the web page, and when it shows 200
 
 bench-embodied: $(BIN)/fonttools  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
 	$(BIN)/python benchmarks/embodied_training.py $(ARGS)
+
+bench-robots: $(BIN)/pytest  ## a cube pushed in ManiSkill (installs it), and an arm whose actions are tokens, three seeds each
+	$(BIN)/penstock sims install maniskill
+	$(BIN)/python benchmarks/robots.py $(ARGS)
 
 $(SB3_VENV)/bin/.stable-baselines3:
 	$(PYTHON) -m venv $(SB3_VENV)

@@ -144,9 +144,9 @@ def main() -> int:
     curves = [Curve(**finished.runs[key]) for key in sorted(keys) if key in finished.runs]
     report.check(f"all {len(keys)} runs finished", len(curves) == len(keys))
     fill(report, curves, budget=args.budget)
+    status = report.finish(args.out.with_suffix(".json") if args.out else None)
     if args.out is not None:
         draw(curves, args.out.with_suffix(".png"))
-    status = report.finish(args.out.with_suffix(".json") if args.out else None)
     if complete:
         finished.remove()
     return status

@@ -177,9 +177,10 @@ def main() -> int:
     report.check(f"the faster job takes at most {TARGET} times the seconds of the plain process", best <= TARGET)
     pipelined = seconds["job, one session"] / seconds["job, two sessions"]
     report.results = {"runs": found, "seconds": seconds, "two_sessions_are_faster_by": pipelined}
+    status = report.finish(args.out.with_suffix(".json") if args.out else None)
     if args.out is not None:
         draw(found, args.out.with_suffix(".png"))
-    return report.finish(args.out.with_suffix(".json") if args.out else None)
+    return status
 
 
 if __name__ == "__main__":

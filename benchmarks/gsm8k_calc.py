@@ -132,8 +132,10 @@ def main() -> int:
     fill(report, seeds, parallel=args.parallel)
     if args.out is not None:
         args.out.parent.mkdir(parents=True, exist_ok=True)
+    status = report.finish(args.out.with_suffix(".json") if args.out else None)
+    if args.out is not None:
         draw(seeds, args.out.with_suffix(".png"))
-    return report.finish(args.out.with_suffix(".json") if args.out else None)
+    return status
 
 
 if __name__ == "__main__":

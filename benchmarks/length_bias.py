@@ -83,8 +83,8 @@ def main() -> int:
     report.check(f"all {len(keys)} runs finished", len(runs) == len(keys))
     task.fill(report, runs)
     report.results = {"held_out": [PROMPTS, EACH], "runs": [asdict(run) for run in runs]}
-    draw(runs, list(task.arms), task.panels, args.out.with_suffix(".png"))
     status = report.finish(args.out.with_suffix(".json"))
+    draw(runs, list(task.arms), task.panels, args.out.with_suffix(".png"))
     if complete:
         finished.remove()
         for start in starts.glob("*.pt"):

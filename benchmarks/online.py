@@ -153,9 +153,9 @@ def main() -> int:
     runs = [Run(**finished.runs[key]) for key in sorted(keys) if key in finished.runs]
     report.check(f"all {len(keys)} runs finished", len(runs) == len(keys))
     fill(report, runs)
+    status = report.finish(args.out.with_suffix(".json") if args.out else None)
     if args.out is not None:
         draw(runs, args.out.with_suffix(".png"))
-    status = report.finish(args.out.with_suffix(".json") if args.out else None)
     if complete:
         finished.remove()
     return status

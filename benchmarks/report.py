@@ -85,4 +85,5 @@ class Report:
             "results": self.results,
             "checks": self.checks,
         }
+        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(content, indent=2) + "\n")

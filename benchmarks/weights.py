@@ -45,6 +45,8 @@ JOB, SERVED = "bench", "bench.served"
 IDLE, BUSY = "bench.idle", "bench.busy"
 """Where versions are announced, and what the engine is to do meanwhile."""
 DEADLINE_S = 60.0
+SERVING_GOAL = 2.0
+"""Memory copies in whose time a published version is served."""
 WARM_UP = 3
 """Versions whose pages are touched for the first time; shown apart."""
 VOCABULARY, WIDTH = 512, 1024
@@ -232,7 +234,7 @@ def summarize(report: Report, rows: dict[str, list[dict[str, float]]], nbytes: i
     report.results = {"bytes": nbytes, "open_s": opened, "idle": rows[IDLE], "busy": rows[BUSY]}
     serving = float(np.median([row["serving"] for row in warm])) / usual
     pause = max(row["pause"] for row in [*rows[IDLE], *busy])
-    report.check(f"serving after {serving:.2f} x memcpy (medians), target 3", serving <= 3)
+    report.check(f"serving after {serving:.2f} x memcpy (medians), target {SERVING_GOAL:g}", serving <= SERVING_GOAL)
     report.check(f"longest pause of all versions {pause * 1e3:.3f} ms, target 1", pause <= 1e-3)
 
 
