@@ -287,7 +287,8 @@ class EpisodeGRPOConfig(_EpisodeAlgorithm):
     policy: OptimizerConfig = OptimizerConfig(learning_rate=3e-4, eps=1e-5, max_grad_norm=0.5)
     """Optimizer of the policy."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replace groups whose returns are all equal (all succeeded, or all failed) by new draws; null: train on them."""
+    """Replace groups without signal by new draws: all episodes succeed, or all fail. If the simulator does not report
+    success: all returns are equal. null: train on them."""
 
 
 class SoftActorCriticConfig(_Alone):

@@ -54,7 +54,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     empty: none. The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is as in ``Group``;
     earlier versions did not write it. ``source`` is the name of the data source of the prompt; empty if a live agent
     sent the prompt, or an earlier version wrote the header. ``weights`` are the policy versions in the spans of the
-    group, with the short digests of their weights, if known.
+    group, with the short digests of their weights, if known. ``succeeded``: the task of an episode was solved, one
+    entry per episode; empty for completions, and in headers of earlier versions.
     """
 
     draw: Draw
@@ -78,6 +79,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     temperature: float | None = None
     source: str = ""
     weights: list[tuple[int, str]] = msgspec.field(default_factory=list)
+    succeeded: list[bool] = msgspec.field(default_factory=list)
 
     @property
     def num_messages(self) -> int:
@@ -385,7 +387,7 @@ def parse_group_header(headers: Mapping[str, str]) -> GroupHeader:
         header = _header_decoder.decode(text)
     except msgspec.DecodeError as error:
         raise ProtocolError(f"{GROUP_HEADER} header does not decode: {error}") from None
-    g, greedy = len(header.lengths), len(header.greedy)
-    if not len(header.rewards) == len(header.failed) == len(header.truncated) == g or greedy not in (0, g):
+    g, optional = len(header.lengths), {len(header.greedy), len(header.succeeded)}
+    if not len(header.rewards) == len(header.failed) == len(header.truncated) == g or not optional <= {0, g}:
         raise ProtocolError(f"{GROUP_HEADER} header: its lists do not have {g} entries each")
     return header

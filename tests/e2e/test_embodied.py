@@ -20,7 +20,7 @@ from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
-from penstock.shared.protocol.events import BatchTrained, Extended, Finished, JobStarted, LineageForked
+from penstock.shared.protocol.events import BatchTrained, Dropped, Extended, Finished, JobStarted, LineageForked
 from penstock.shared.runtime.lease import LeaseRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -78,6 +78,35 @@ def test_a_policy_in_a_simulator_is_trained_like_any_other(stack: Any) -> None:
     one = stack.client.samples(job, limit=1)[0]
     assert one.completion.endswith(f"{one.tokens} steps"), one
     assert one.reward == one.tokens, "CartPole pays 1 a step"
+
+
+@pytest.mark.long
+def test_groups_in_which_all_episodes_fail_are_replaced(stack: Any) -> None:
+    """No arm reaches its goal in four steps, and the dense returns of Meta-World differ: success decides, not returns.
+
+    Each batch replaces two groups, as many as it may, and then trains two others like them.
+    """
+    job = submit(
+        stack, "environment={backend: metaworld, task: reach-v3, horizon: 4, num_envs: 4, sessions: 1}",
+        "policy.type=gaussian", "algorithm={type: grpo, group_size: 2, dynamic_sampling: {max_resampled: 1}}",
+        "train={batch_size: 4, max_updates: 2, max_lag: 0, draw_timeout_s: 60}", "evaluation.episodes=0",
+    )  # fmt: skip
+    record = stack.finish(job, 120)
+    assert (record.status.phase, record.status.step) == ("succeeded", 2), record.status
+    events = stack.ledger(job)
+    assert next(event for event in events if isinstance(event, JobStarted)).environment["has_success"]
+    groups = list(stack.groups(job).values())
+    assert len(groups) == 4, "replaced groups are deleted"
+    assert not any(group.succeeded.any() for group in groups)
+    assert all(len(set(group.returns.tolist())) == 2 for group in groups)
+    dropped = [event for event in events if isinstance(event, Dropped) and event.reason == "no_signal"]
+    assert not any(event.redraw for event in dropped), "other ordinals replace them"
+    assert sum(len(event.draws) for event in dropped) == 4
+    equation = stack.check_audit(job)["equation"]
+    assert (equation["trained"], equation["dropped"]["no_signal"]) == (4, 4)
+    series = stack.client.metrics(job)["series"]
+    assert [value for value in series["resample_ratio"] if value is not None] == [1.0, 1.0]
+    stack.check_replay(job, at_least=2)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ PPO = JOB | {
     },
 }  # fmt: skip
 SAC = JOB | {
+    "train": JOB["train"] | {"max_lag": 2},  # workers play ahead of the trainer, and a replay buffer takes any age
     "environment": {"task": "Pendulum-v1", "horizon": 25, "num_envs": 2, "sessions": 2, "bytes_per_step": 256},
     "policy": {"type": "squashed", "hidden_sizes": [16]},
     "algorithm": {
@@ -260,8 +261,9 @@ def test_services_learn_from_a_simulator_what_a_plain_loop_learns(stack: Any, sp
     described = describe_simulator(OpenEnv(env_id=task, num_envs=1), stack.data_dir)
     first = EmbodiedLearner(config, described).state()
     loop = plain(config, {n: t.clone() for n, t in first.models["policy"].weights.items()}, first.rule)
-    env, apart, update = gymnasium.make(task), [], -1
+    env, apart, older, update = gymnasium.make(task), [], 0, -1
     for update, batch in enumerate(trained(stack, job)):
+        older += sum(int(group.spans[:, 1].min()) < update for group in batch)
         episodes = [loop.play(env, group, update) for group in batch]
         for group, episode in zip(batch, episodes, strict=True):
             steps = len(episode.rewards)
@@ -277,6 +279,7 @@ def test_services_learn_from_a_simulator_what_a_plain_loop_learns(stack: Any, sp
         loop.learn(episodes, update)
     env.close()
     assert update == UPDATES, "the last batch is played after twenty updates"
+    assert (older > 0) is (spec is SAC), f"{older} groups are older than the update that trained them"
     assert max(apart)[0] < 1e-3, max(apart)
     weights = {f"layers.{name}": tensor for name, tensor in loop.actor.state_dict().items()}
     moved = [float((tensor - first.models["policy"].weights[name]).abs().max()) for name, tensor in weights.items()]

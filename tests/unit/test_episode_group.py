@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import xxhash
@@ -20,7 +21,19 @@ from penstock.shared.protocol.embodied.episode_group import (
 )
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.trajectory import decode_group
+from penstock.shared.protocol.trajectory import (
+    GROUP_HEADER,
+    GroupHeader,
+    decode_group,
+    group_headers,
+    parse_group_header,
+)
+
+EARLIER = (
+    '[[7,1],"a",3,"659c80b9073c03b4fa4276da6bca81ea",2176,0,[3,2],[0.5648737549781799,0.2819242477416992],'
+    '[false,false],[true,false],true,4,5,"w","","",[],"policy",null,"",[[4,"w4"],[5,"w5"]]]'
+)
+"""Header of the group below as versions before the field ``succeeded`` wrote it."""
 
 
 def group(lengths: tuple[int, ...] = (3, 2), *, chunk: int = 2, **changes: Any) -> EpisodeGroup:
@@ -77,6 +90,19 @@ def test_the_gate_reads_decisions_and_returns() -> None:
     assert header.finite
     assert header.counted == [0, 1]
     assert header.has_signal
+    assert header.succeeded == [False, True]
+
+
+def test_headers_with_and_without_successes_are_readable() -> None:
+    """Old code reads new headers, and new code old ones; the bytes and the digest of the group are the same."""
+    _, header = encode_episode_group(group())
+    sent = group_headers(header)
+    assert parse_group_header(sent) == header
+    assert parse_group_header({GROUP_HEADER: EARLIER}) == msgspec.structs.replace(header, succeeded=[])
+    names = [field.name for field in msgspec.structs.fields(GroupHeader)]
+    old_code = msgspec.defstruct("Earlier", names[: names.index("succeeded")], array_like=True)
+    earlier = msgspec.json.decode(sent[GROUP_HEADER], type=old_code)
+    assert msgspec.json.encode(earlier).decode() == EARLIER
 
 
 @pytest.mark.parametrize("name", ["observations", "final_observations", "rewards", "logprobs"])
@@ -123,7 +149,7 @@ def test_a_failed_group_has_no_episodes() -> None:
         meta={"error": "the simulator died"},
     )  # fmt: skip
     _, header = encode_episode_group(sent)
-    assert (header.lengths, header.error) == ([], "the simulator died")
+    assert (header.lengths, header.succeeded, header.error) == ([], [], "the simulator died")
 
 
 def test_episodes_are_shown_and_audited_like_completions() -> None:

@@ -59,11 +59,11 @@ def test_a_header_of_an_earlier_version_names_no_source() -> None:
     header = GroupHeader(**HEADER, temperature=0.5, source="hard")
     assert parse_group_header(group_headers(header)) == header
     ((name, text),) = group_headers(header).items()
-    earlier = json.dumps(json.loads(text)[:-2])
+    earlier = json.dumps(json.loads(text)[:-3])
     assert parse_group_header({name: earlier}) == GroupHeader(**HEADER, temperature=0.5)
 
 
-@pytest.mark.parametrize("field", ["lengths", "rewards", "failed", "truncated", "greedy"])
+@pytest.mark.parametrize("field", ["lengths", "rewards", "failed", "truncated", "greedy", "succeeded"])
 def test_lists_of_a_header_have_the_same_length(field: str) -> None:
     good = GroupHeader(**HEADER)
     assert parse_group_header(group_headers(good)) == good

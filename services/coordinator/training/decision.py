@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from msgspec.structs import replace
 
 from penstock.services.coordinator.training.draws import OpenDraw
-from penstock.services.coordinator.training.gate import MAX_REDRAWS, Candidate, Verdict, choose
+from penstock.services.coordinator.training.gate import MAX_REDRAWS, Candidate, Verdict, choose, has_signal
 from penstock.services.coordinator.training.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.training.ledger import NO_SIGNAL, WRONG_WEIGHTS, LedgerState
 from penstock.services.coordinator.training.promotion import PromotionGate, Rollback
@@ -265,7 +265,8 @@ class Draft:
         room = int(dynamic.max_resampled * self.config.groups_per_batch) - self.state.resampled
         if run.num_ordinals is not None:
             room = min(room, run.num_ordinals - self.state.next_ordinal)
-        idle = [draw for draw, candidate in self.acceptable.items() if not candidate.header.has_signal]
+        has_success = bool(self.state.environment.get("has_success"))
+        idle = [d for d, found in self.acceptable.items() if not has_signal(found.header, has_success=has_success)]
         self.drop_draws(sorted(idle)[: max(0, room)], NO_SIGNAL, redraw=False)
 
     # -- seal and draw -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader
 
-__all__ = ["Candidate", "Verdict", "choose", "is_stale", "judge"]
+__all__ = ["Candidate", "Verdict", "choose", "has_signal", "is_stale", "judge"]
 
 MAX_REDRAWS = 4
 """Maximum number of redraws of an ordinal: a prompt that always fails must not stop the run."""
@@ -116,6 +116,17 @@ def judge(
     if needs_baseline and header.baseline is None:
         return Verdict.FAILED
     return Verdict.ACCEPT if len(header.counted) >= smallest_group else Verdict.FAILED
+
+
+def has_signal(header: GroupHeader, *, has_success: bool) -> bool:
+    """Return True if a group can teach something by comparing its trajectories.
+
+    ``has_success``: the job's simulator reports success. Then some episodes must succeed and others not, because dense
+    returns hardly ever coincide. Otherwise, and for groups of earlier versions, the rewards must differ.
+    """
+    if has_success and header.succeeded:
+        return len({header.succeeded[i] for i in header.counted}) > 1
+    return header.has_signal
 
 
 def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:

@@ -30,7 +30,8 @@ LESS_SIGNAL, MORE_SIGNAL = 0.8, 0.6
 and WHOLE bound the share of truncated completions, UNSCORED and SCORED that of completions without a score."""
 SOLVED = 0.9
 """A task counts as solved if the mean reward exceeds the lowest reward seen by at least this share of the range of all
-rewards seen. It is then normal that the rewards of a group are equal."""
+rewards seen, or if this share of the episodes succeeds. It is then normal that the rewards of a group are equal, or
+that all its episodes succeed."""
 TRUNCATED, WHOLE = 0.3, 0.2
 UNSCORED, SCORED = 0.01, 0.005
 COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
@@ -50,7 +51,7 @@ LEAST_RATE, MOST_RATE, MOST_PRETRAINED_RATE = 1e-8, 1e-2, 1e-3
 """Bounds outside which a learning rate is likely a mistake; the last one is for all weights of a pretrained model."""
 FOLLOWED = (
     "reward/mean", "groups/count", "groups/no_signal", f"dropped/{NO_SIGNAL}", "policy/entropy", "policy/approx_kl",
-    "length/truncated", "sequences/arrived", "sequences/unscored", *GRADIENTS,
+    "length/truncated", "sequences/arrived", "sequences/unscored", "success/rate", *GRADIENTS,
 )  # fmt: skip
 
 Row = dict[str, float]
@@ -140,9 +141,12 @@ class Health:
 
     @property
     def _solved(self) -> bool:
-        """True if the newest mean rewards are near the best reward ever seen, and not all rewards so far were equal."""
+        """True if the newest mean rewards are near the best reward ever seen, and not all rewards so far were equal, or
+        if most of the newest episodes solved their task."""
         low, high = self._range
-        newest = self._window("reward/mean")
+        newest, successes = self._window("reward/mean"), self._window("success/rate")
+        if successes and fmean(successes) >= SOLVED:
+            return True
         return bool(newest) and high > low and fmean(newest) >= low + SOLVED * (high - low)
 
     def _window(self, name: str) -> list[float]:
@@ -165,10 +169,13 @@ class Health:
             return ""
         low, high = self._range
         alike = f"; every completion so far earned {low:g}" if low == high else ""
+        why = "all completions of a prompt earn the same"
+        if isinstance(self.config, EmbodiedJob):
+            why = "all episodes of a group earn the same, or all succeed, or all fail"
         return (
-            f"{share:.0%} of the groups of the last {len(counts)} updates teach nothing: all completions of a prompt "
-            f"earn the same{alike}. Look at penstock samples; take easier or harder prompts, a warm start, a finer "
-            "reward, or more completions (algorithm.group_size)"
+            f"{share:.0%} of the groups of the last {len(counts)} updates teach nothing: {why}{alike}. Look at "
+            "penstock samples; take easier or harder prompts, a warm start, a finer reward, or more "
+            "completions (algorithm.group_size)"
         )
 
     def _reward_stuck(self, was: bool) -> str:

@@ -153,6 +153,7 @@ class EpisodeGroup:
             error=str(self.meta.get("error", ""))[:300],
             objective=self.objective,
             weights=sorted({(version, w) for version, w in zip(versions.tolist(), self.weights, strict=False) if w}),
+            succeeded=self.succeeded.tolist(),
         )
 
 

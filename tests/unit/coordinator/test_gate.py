@@ -9,11 +9,12 @@ import pytest
 
 from penstock.services.coordinator.leader.summary import phase_of
 from penstock.services.coordinator.training.decision import TicketSource
-from penstock.services.coordinator.training.gate import Candidate, Verdict, is_stale, judge
+from penstock.services.coordinator.training.gate import Candidate, Verdict, has_signal, is_stale, judge
 from penstock.services.coordinator.training.ledger import LedgerState, OpenDraw
 from penstock.services.coordinator.training.run import FAILED_STREAK, JobRun
 from penstock.shared.config.jobs.job import JobConfig
-from penstock.shared.protocol.events import Checkpointed
+from penstock.shared.config.jobs.kinds import parse_training
+from penstock.shared.protocol.events import Checkpointed, Dropped
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -23,6 +24,7 @@ HEADER = GroupHeader(
     rewards=[1.0, 0.0, 0.5], failed=[False] * 3, truncated=[False] * 3, finite=True, min_version=3, max_version=3,
     worker="w", greedy=[False, False, True],
 )  # fmt: skip
+EPISODES = msgspec.structs.replace(HEADER, prompt_tokens=0, greedy=[])
 
 
 @pytest.mark.parametrize(
@@ -50,7 +52,65 @@ def test_the_lag_bound_applies_to_the_policy_loss_only() -> None:
     assert [is_stale(3, start, 1) for start in (3, 4, 5)] == [False, False, True]
     old = Candidate(1, HEADER, Verdict.ACCEPT)
     assert old.is_stale(5, 1)
-    assert not Candidate(1, msgspec.structs.replace(HEADER, objective="supervised"), Verdict.ACCEPT).is_stale(5, 1)
+    for objective in ("supervised", "preference", "replay"):
+        assert not Candidate(1, msgspec.structs.replace(HEADER, objective=objective), Verdict.ACCEPT).is_stale(5, 1)
+
+
+YES, NO, MIXED = [True] * 3, [False] * 3, [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "has_success", "signal"),
+    [
+        ({"succeeded": YES}, True, False),
+        ({"succeeded": NO}, True, False),
+        ({"succeeded": MIXED}, True, True),
+        ({"succeeded": MIXED, "rewards": [1.0] * 3}, True, True),
+        ({"succeeded": MIXED, "failed": [False, True, False]}, True, False),
+        ({"succeeded": NO}, False, True),
+        ({"succeeded": MIXED, "rewards": [1.0] * 3}, False, False),
+        ({"succeeded": []}, True, True),
+        ({"succeeded": [], "rewards": [1.0] * 3}, True, False),
+    ],
+    ids=[
+        "all succeed", "all fail", "some succeed", "some succeed, with equal returns", "the one that fails was lost",
+        "no success, returns differ", "no success, equal returns", "earlier version", "earlier version, equal returns",
+    ],
+)  # fmt: skip
+def test_success_decides_whether_episodes_are_replaced(
+    changes: dict[str, Any], has_success: bool, signal: bool
+) -> None:
+    """The returns of the group differ, as dense ones do. A simulator that reports no success is judged by returns."""
+    header = msgspec.structs.replace(EPISODES, **changes)
+    assert has_signal(header, has_success=has_success) is signal
+    sampled = {"type": "grpo", "group_size": 3, "dynamic_sampling": {"max_resampled": 1.0}}
+    run = start_embodied(sampled, has_success=has_success, batch_size=6)
+    first, second = run.state.in_flight
+    arrive(run, first, **changes, min_version=0, max_version=0)
+    events = run.decide(0.0)
+    dropped = [(event.reason, event.draws, event.redraw) for event in events if isinstance(event, Dropped)]
+    assert dropped == ([] if signal else [("no_signal", [first], False)])
+    run.commit(events)
+    assert (run.state.resampled, run.state.dropped["no_signal"]) == (int(not signal), int(not signal))
+    assert len(run.state.in_flight) == 2, "another ordinal replaces a dropped one"
+    assert (first in run.state.open) is signal
+    assert second in run.state.open
+    assert run.state.balanced()
+
+
+@pytest.mark.parametrize(("objective", "trained"), [("replay", True), ("policy", False)])
+def test_a_replay_buffer_takes_groups_of_any_age(objective: str, trained: bool) -> None:
+    run = start_embodied({"type": "sac", "warmup_transitions": 8}, batch_size=2, max_lag=0)
+    for version in (0, 1, 2):
+        for draw in run.state.in_flight:
+            age = 0 if version == 2 else version
+            arrive(run, draw, objective=objective, min_version=age, max_version=age)
+        run.commit(run.decide(0.0))
+        if version < 2:
+            report(run, kind="trained", batch=version + 1, revision=1, version=version + 1, digest=f"w{version + 1}")
+    sealed = {batch.start_version: {g.min_version for g in batch.groups} for batch in run.state.sealed.values()}
+    assert sealed == ({2: {0}} if trained else {})
+    assert run.state.dropped == ({} if trained else {"stale": 2})
 
 
 def start_run(*, every: int = 3, **train: Any) -> JobRun:
@@ -69,6 +129,25 @@ def start_run(*, every: int = 3, **train: Any) -> JobRun:
     run.commit(run.decide(0.0))
     report(run, kind="checkpointed", digest="w0", path="c0")
     return run
+
+
+def start_embodied(algorithm: dict[str, Any], *, has_success: bool = True, **train: Any) -> JobRun:
+    """Start an embodied run whose initial checkpoint exists; return the run."""
+    spec = {
+        "kind": "embodied", "name": "edges", "environment": {"task": "reach-v3", "horizon": 8, "bytes_per_step": 256},
+        "policy": {"type": "squashed" if algorithm["type"] == "sac" else "gaussian"}, "algorithm": algorithm,
+        "train": {"max_updates": 3, "max_lag": 0, **train}, "evaluation": {"episodes": 0},
+    }  # fmt: skip
+    run = JobRun(parse_training(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
+    run.environment = {"has_success": has_success}
+    run.commit(run.decide(0.0))
+    report(run, kind="checkpointed", digest="w0", path="c0")
+    return run
+
+
+def arrive(run: JobRun, draw: Draw, **changes: Any) -> None:
+    """Let the group of a draw arrive."""
+    run.on_group(1 + max([*run.stored, run.state.heard]), msgspec.structs.replace(EPISODES, draw=draw, **changes))
 
 
 def report(run: JobRun, **fields: Any) -> None:

@@ -24,6 +24,10 @@ JOB: dict[str, Any] = {
     "reward": {"scorers": [{"type": "exact"}]},
     "train": {"batch_size": 16, "max_updates": 500},
 }
+EMBODIED: dict[str, Any] = {
+    "kind": "embodied", "name": "health", "environment": {"backend": "metaworld", "task": "reach-v3", "horizon": 100},
+    "train": {"batch_size": 16, "max_updates": 500},
+}  # fmt: skip
 WELL = {"reward/min": 0.0, "reward/max": 1.0, "groups/count": 2.0, "groups/no_signal": 0.0, "policy/entropy": 1.0,
         "policy/approx_kl": 0.01, "optimizer/grad_norm": 0.5, "optimizer/steps": 1.0, "length/truncated": 0.0,
         "sequences/arrived": 16.0, "sequences/unscored": 0.0}  # fmt: skip
@@ -63,6 +67,18 @@ def test_groups_without_variance_raise_a_warning() -> None:
     short, changes = run([dead] * 3)
     assert changes == []
     assert [change.kind for change in short.judge(ended=True)] == ["no_signal"], "a short run is judged at its end"
+
+
+@pytest.mark.parametrize(("success", "kinds"), [(1.0, []), (0.0, ["no_signal"])])
+def test_episodes_that_all_succeed_need_no_signal(success: float, kinds: list[str]) -> None:
+    """Dense returns vary far below the best one, though each episode solves the task."""
+    sampled = {"type": "grpo", "dynamic_sampling": {}}
+    health = Health(parse_training({**EMBODIED, "algorithm": sampled}))
+    for number in range(1, 11):
+        values = {"reward/mean": 0.4, "dropped/no_signal": 12.0, "success/rate": success}
+        health.take(number, {**WELL, **values})
+    assert [change.kind for change in health.judge()] == kinds
+    assert success or "or all succeed, or all fail" in health.warnings["no_signal"]
 
 
 def test_endless_resampling_raises_a_warning_before_the_first_update() -> None:
