@@ -70,7 +70,7 @@ def settings_of(way: Way, directory: Path, name: str, host: str) -> ServiceSetti
     shm = directory / host
     shm.mkdir(exist_ok=True)
     return ServiceSettings(
-        host_id=host, worker_id=name, shm_dir=shm, data_dir=directory,
+        host_id=host, worker_id=name, shm_dir=shm, weight_disk=directory if way.transport == "disk" else None,
         bulk_host="127.0.0.1" if name == "trainer" and way.transport in ("tcp", "gloo") else "",
         weight_collective="gloo" if way.transport == "gloo" else "", weight_cuda_ipc=way.transport == "cuda_ipc",
     )  # fmt: skip

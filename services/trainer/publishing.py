@@ -127,7 +127,8 @@ class Publishing:
         """Return the transports that this process can send by. The coordinator chooses from them."""
         settings = self._settings
         others = [way for way in ("tcp", settings.weight_collective) if way and settings.bulk_host]
-        return [*(["cuda_ipc"] if self.devices else []), "shm", *others]
+        disk = ["disk"] if settings.weight_disk is not None else []
+        return [*(["cuda_ipc"] if self.devices else []), "shm", *others, *disk]
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -85,6 +85,11 @@ class ServiceSettings(BaseSettings):
     """Send weights from GPU to GPU within a host by CUDA IPC, if trainer and worker set it and the worker's GPU is the
     trainer's or has peer access to it. Needs `penstock[cuda]`; the trainer's GPU needs room for two or three copies of
     the weights, the worker's for one more than its engine's. Not for vLLM and SGLang. Has not run on a GPU yet."""
+    weight_disk: Path | None = None
+    """Directory on a file system that the trainer and workers of other hosts share, for weights if these hosts cannot
+    reach the trainer's bulk_host. It must exist, and be set at both ends (its path may differ). The trainer writes each
+    version to a file there, and keeps two or three per job until the job ends; it waits for the file system, and needs
+    memory for one more copy of the weights."""
     bulk_bytes: int = Field(1 << 30, ge=1 << 20)
     """Largest amount of shared memory for the bulk data of this process (bytes)."""
     http_host: str = "127.0.0.1"

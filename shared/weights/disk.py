@@ -1,34 +1,52 @@
-"""Weights as safetensors files: the fallback, for late joiners and for hosts that only share a directory."""
+"""Weights as safetensors files, for hosts that share a directory (``settings.weight_disk``) and no network."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterable, Sequence
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.protocol.subjects import token
-from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.protocol.weights import ALIGN, Layout, SlotRef, WeightManifest
 from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import check_layout, fill, view
 from penstock.shared.weights.local import BufferPool, LocalStaged
 
-__all__ = ["DiskPublisher", "DiskReceiver", "weights_directory"]
+__all__ = ["DiskPublisher", "DiskReceiver", "remove_files", "weights_directory"]
+
+_EPOCH_DIGITS = 8
 
 
 def weights_directory(settings: ServiceSettings, job: str) -> Path:
-    """Return the directory of a job's weight files."""
-    return settings.data_dir / "weights" / token(job)
+    """Return the directory of a job's weight files.
+
+    Raises:
+        ConfigError: ``settings.weight_disk`` is not set.
+    """
+    if settings.weight_disk is None:
+        raise ConfigError("weights do not go through files here: PENSTOCK_WEIGHT_DISK is not set")
+    return settings.weight_disk / token(job)
 
 
 class DiskPublisher:
-    """Writes each version as one file, atomically, and keeps the newest ``keep`` files."""
+    """Writes each version as one file, atomically, and keeps the newest ``keep`` files.
+
+    Raises:
+        ConfigError: ``settings.weight_disk`` is not set.
+    """
 
     def __init__(self, job: str, layout: Layout, settings: ServiceSettings, *, keep: int = 2) -> None:
         self._job, self._layout, self._host, self._keep = job, layout, settings.host_id, keep
@@ -51,12 +69,14 @@ class DiskPublisher:
                 _write(
                     path, view(buffer, self._layout), {"job": self._job, "version": str(version), "epoch": str(epoch)}
                 )
-                self._forget_old(keep)
+                ref = SlotRef("disk", self._host, f"{self._directory.name}/{path.name}", path.stat().st_size)
+                self._forget_old(epoch, keep)
             except (OSError, SafetensorError) as error:
-                raise WeightsError(f"cannot write version {version} to {self._directory}: {error}") from None
+                raise WeightsError(
+                    f"cannot write version {version} to {self._directory} (PENSTOCK_WEIGHT_DISK): {error}"
+                ) from None
         finally:
             self._pool.give(buffer)
-        ref = SlotRef("disk", self._host, str(path), path.stat().st_size)
         return WeightManifest(
             job=self._job,
             version=version,
@@ -74,23 +94,27 @@ class DiskPublisher:
         """Free the buffer; the files stay."""
         self._pool.clear()
 
-    def _forget_old(self, keep: WeightManifest | None) -> None:
+    def _forget_old(self, epoch: int, keep: WeightManifest | None) -> None:
+        """Remove all but the newest files and that of ``keep``, and what trainers did not finish up to ``epoch``."""
         kept = "" if keep is None else _name(keep.version, keep.epoch)
+        for path in self._directory.glob("*.tmp"):
+            if path.name[:_EPOCH_DIGITS] <= f"{epoch:0{_EPOCH_DIGITS}d}":
+                path.unlink(missing_ok=True)
         for path in sorted(self._directory.glob("*.safetensors"))[: -self._keep]:
             if path.name != kept:
                 path.unlink(missing_ok=True)
 
 
 class DiskReceiver:
-    """Reads weight files; the directory must be the publisher's (same host or a shared file system)."""
+    """Reads weight files; ``settings.weight_disk`` must be the publisher's directory, under any path."""
 
     def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
         self._settings, self._layout = settings, layout
         self._pool = BufferPool()
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True if the file is visible on this host."""
-        return ref.transport == "disk" and Path(ref.handle).exists()
+        """Return True for any file, if this process has a directory."""
+        return ref.transport == "disk" and self._settings.weight_disk is not None
 
     def stage(self, manifest: WeightManifest) -> LocalStaged:
         """Read a file into memory, verify it, and return the version.
@@ -102,13 +126,14 @@ class DiskReceiver:
         if ref is None:
             raise WeightsError(f"there is no file of version {manifest.version} that can be read here")
         layout = check_layout(manifest.layout, self._layout)
+        path = weights_directory(self._settings, manifest.job) / Path(ref.handle).name
         buffer = self._pool.take(layout.nbytes)
         try:
-            with safe_open(ref.handle, framework="pt") as file:
-                fill(buffer, layout, ((spec.name, file.get_tensor(spec.name)) for spec in layout.tensors))
-        except (OSError, SafetensorError, WeightsError) as error:
+            _read(path, buffer, layout)
+        except (OSError, WeightsError) as error:
             self._pool.give(buffer)
-            raise WeightsError(f"version {manifest.version} in {ref.handle}: {error}") from None
+            hint = "; PENSTOCK_WEIGHT_DISK must be the trainer's directory" if isinstance(error, OSError) else ""
+            raise WeightsError(f"version {manifest.version} in {path}: {error}{hint}") from None
         return LocalStaged(manifest, buffer, layout, self._pool, Way("disk"))
 
     def close(self) -> None:
@@ -116,12 +141,23 @@ class DiskReceiver:
         self._pool.clear()
 
 
+def remove_files(settings: ServiceSettings, job: str) -> None:
+    """Remove the weight files of a job, if this process has a directory for them."""
+    if settings.weight_disk is None:
+        return
+    directory = weights_directory(settings, job)
+    for path in directory.glob("*"):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # another trainer still writes, or there is none
+        directory.rmdir()
+
+
 def _name(version: int, epoch: int) -> str:
-    return f"{epoch:08d}-{version:08d}.safetensors"
+    return f"{epoch:0{_EPOCH_DIGITS}d}-{version:08d}.safetensors"
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # its parent must exist: below a missing mount nobody else would see the files
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata=metadata)
@@ -130,6 +166,47 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def _read(path: Path, buffer: NDArray[np.uint8], layout: Layout) -> None:
+    """Read the tensors of a file into ``buffer``, uint8 [layout.nbytes].
+
+    Reads instead of mapping: if the publisher removes a mapped file of a network file system, the kernel kills the
+    process that touches it.
+
+    Raises:
+        OSError: the file cannot be read.
+        WeightsError: the file is not of this layout, or is cut off.
+    """
+    with path.open("rb", buffering=0) as file:
+        header_bytes = int.from_bytes(_take(file, np.empty(8, np.uint8)).tobytes(), "little")
+        start = 8 + header_bytes
+        if start > path.stat().st_size:
+            raise WeightsError("its header is damaged")
+        try:
+            header = msgspec.json.decode(_take(file, np.empty(header_bytes, np.uint8)).data, type=dict[str, Any])
+            offsets = [header[spec.name]["data_offsets"] for spec in layout.tensors]
+            places = [(int(begin), int(end)) for begin, end in offsets]
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+            raise WeightsError("its header is damaged, or of other tensors") from None
+        for spec, (begin, end) in zip(layout.tensors, places, strict=True):
+            if end - begin != spec.nbytes:
+                raise WeightsError(f"'{spec.name}' has {end - begin} bytes, the layout needs {spec.nbytes}")
+            file.seek(start + begin)
+            after = spec.offset + spec.nbytes
+            _take(file, buffer[spec.offset : after])
+            buffer[after : after + -after % ALIGN] = 0
+
+
+def _take(file: FileIO, target: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Fill ``target``, uint8 [bytes], from a file, and return it. Raises WeightsError if the file ends before."""
+    left = target.data
+    while left.nbytes:
+        count = file.readinto(left)
+        if not count:
+            raise WeightsError("the file is cut off")
+        left = left[count:]
+    return target
 
 
 def _sync(path: Path) -> None:

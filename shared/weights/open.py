@@ -15,7 +15,7 @@ from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
 from penstock.shared.weights.collective import CollectiveReceiver
 from penstock.shared.weights.cuda_ipc import CudaIpcPublisher, CudaIpcReceiver, device_slot_paths
 from penstock.shared.weights.device import DeviceMemory
-from penstock.shared.weights.disk import DiskPublisher, DiskReceiver, weights_directory
+from penstock.shared.weights.disk import DiskPublisher, DiskReceiver, remove_files
 from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
 from penstock.shared.weights.slots import slot_paths, turn_path
 from penstock.shared.weights.tcp import TcpReceiver
@@ -30,26 +30,36 @@ class Publisher:
 
     Args:
         devices: unique ids of the GPUs in whose memory the transports publish.
+        slots: reader of the slots of the first transport; required if there are several.
     """
 
-    def __init__(self, publishers: Sequence[WeightPublisher], devices: tuple[str, ...] = ()) -> None:
-        self._publishers, self.devices = publishers, devices
+    def __init__(
+        self,
+        publishers: Sequence[WeightPublisher],
+        devices: tuple[str, ...] = (),
+        slots: ShmReceiver | None = None,
+    ) -> None:
+        self._publishers, self.devices, self._slots = publishers, devices, slots
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
         """See ``WeightPublisher``. If one transport fails, no manifest is returned.
 
-        If there is only one transport, it consumes the tensors one at a time, and each tensor need only be valid until
-        the next one is requested. Sharded models rely on that.
+        The first transport consumes the tensors one at a time, and each tensor need only be valid until the next one is
+        requested: sharded models rely on that. The others read what the first one has written.
         """
-        if len(self._publishers) == 1:
-            return self._publishers[0].publish(tensors, version=version, epoch=epoch, keep=keep)
-        named = [(name, tensor.detach().clone()) for name, tensor in tensors]
-        manifests = [each.publish(named, version=version, epoch=epoch, keep=keep) for each in self._publishers]
-        if len({manifest.digest for manifest in manifests}) != 1:
-            raise WeightsError(f"the tensors of version {version} changed while they were published")
-        return msgspec.structs.replace(manifests[0], refs=tuple(ref for each in manifests for ref in each.refs))
+        first, *others = self._publishers
+        manifest = first.publish(tensors, version=version, epoch=epoch, keep=keep)
+        if self._slots is None:
+            return manifest
+        staged = self._slots.stage(manifest)
+        try:
+            written = staged.tensors().items()
+            further = [each.publish(written, version=version, epoch=epoch, keep=keep) for each in others]
+        finally:
+            staged.release()
+        return msgspec.structs.replace(manifest, refs=tuple(ref for each in (manifest, *further) for ref in each.refs))
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
         """See ``WeightPublisher``."""
@@ -58,6 +68,8 @@ class Publisher:
 
     def close(self) -> None:
         """Close every transport."""
+        if self._slots is not None:
+            self._slots.close()
         for publisher in self._publishers:
             publisher.close()
 
@@ -123,7 +135,7 @@ class Receiver:
                 else:
                     self._epochs[manifest.job] = manifest.epoch
                     return staged
-        tried = "; ".join(reasons) or f"no transport for {[(ref.transport, ref.host) for ref in manifest.refs]}"
+        tried = "; ".join(reasons) or _no_transport(manifest)
         raise WeightsError(f"cannot stage version {manifest.version} of job '{manifest.job}': {tried}")
 
     def close(self) -> None:
@@ -137,21 +149,25 @@ def open_publisher(
     layout: Layout,
     settings: ServiceSettings,
     *,
-    transports: Sequence[Transport] = ("shm",),
+    transports: Sequence[Transport] = (),
     memory: DeviceMemory | None = None,
 ) -> Publisher:
-    """Open a publisher of ``job`` through ``transports``; shm also serves TCP if ``settings.bulk_host`` is set.
+    """Open a publisher of ``job``; shm also serves TCP if ``settings.bulk_host`` is set.
 
-    ``memory``: GPU memory in which versions are also published, for other processes of this host (CUDA IPC).
+    Args:
+        transports: default: shm, and disk if ``settings.weight_disk`` is set.
+        memory: GPU memory in which versions are also published, for other processes of this host (CUDA IPC).
 
     Raises:
-        ConfigError: no transport, or an unknown one.
+        ConfigError: an unknown transport, several of which shm is not the first, or disk without its directory.
         Unavailable: shared memory has no room, or the address cannot be bound.
     """
     makers = {"shm": ShmPublisher, "disk": DiskPublisher}
-    if not transports or not set(transports) <= set(makers):
-        raise ConfigError(f"weight transports are {sorted(makers)}, not {list(transports)}")
-    publisher = Publisher([makers[name](job, layout, settings) for name in transports])
+    transports = transports or (("shm",) if settings.weight_disk is None else ("shm", "disk"))
+    if tuple(transports) not in {("shm",), ("disk",), ("shm", "disk")}:
+        raise ConfigError(f"weight transports are shm, disk, or both in this order, not {list(transports)}")
+    slots = ShmReceiver(settings, layout) if len(transports) > 1 else None
+    publisher = Publisher([makers[name](job, layout, settings) for name in transports], slots=slots)
     if memory is None:
         return publisher
     return Publisher([CudaIpcPublisher(job, layout, settings, memory, publisher)], (memory.device,))
@@ -175,7 +191,9 @@ def open_receiver(
     if settings.weight_collective:
         member = CollectiveReceiver(settings.worker_id, layout, kinds=(settings.weight_collective,))
         receivers[settings.weight_collective] = member
-    receivers |= {"tcp": tcp, "disk": DiskReceiver(settings, layout)}
+    receivers["tcp"] = tcp
+    if settings.weight_disk is not None:
+        receivers["disk"] = DiskReceiver(settings, layout)
     return Receiver(receivers, member, device)
 
 
@@ -183,5 +201,15 @@ def cleanup(job: str, settings: ServiceSettings) -> None:
     """Remove slots and weight files of a finished job. Versions in use stay mapped until their engines release them."""
     own, copies = (slot_paths(settings.shm_dir, job, host) for host in ("", settings.host_id))
     turn, devices = turn_path(settings.shm_dir, job, settings.host_id), device_slot_paths(settings.shm_dir, job)
-    for path in [*own, *copies, turn, *devices, *weights_directory(settings, job).glob("*")]:
+    for path in [*own, *copies, turn, *devices]:
         path.unlink(missing_ok=True)
+    remove_files(settings, job)
+
+
+def _no_transport(manifest: WeightManifest) -> str:
+    """Return why a receiver can use no reference of ``manifest``, and how to change that."""
+    ways = ", ".join(f"{ref.transport} on host '{ref.host}'" for ref in manifest.refs) or "nothing"
+    return (
+        f"the trainer offers {ways}, and this worker can use none of it. For workers of other hosts set "
+        "PENSTOCK_BULK_HOST at the trainer (TCP), or PENSTOCK_WEIGHT_DISK at trainer and worker (a shared directory)"
+    )

@@ -67,7 +67,7 @@ class Plane:
             self.memory.exported[bytes.fromhex(manifest.refs[0].handle.split("/")[3])].flat[1000] ^= 4
             return
         ref = next(ref for ref in manifest.refs if ref.transport in {"shm", "disk"})
-        path = Path(ref.handle) if ref.transport == "disk" else self.settings.shm_dir / ref.handle
+        path = (self.settings.weight_disk or self.settings.shm_dir) / ref.handle
         at = DATA_OFFSET + 1000 if ref.transport == "shm" else path.stat().st_size - 1000
         with path.open("r+b") as file:
             file.seek(at)
@@ -86,7 +86,8 @@ def open_plane(name: str, layout: Layout, settings: ServiceSettings, memory: Dev
 def plane(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
     name: str = request.param
     host = "127.0.0.1" if name == "tcp" else ""
-    settings = ServiceSettings(host_id="trainer-host", shm_dir=tmp_path, data_dir=tmp_path / "data", bulk_host=host)
+    disk = tmp_path_factory.mktemp("disk") if name == "disk" else None
+    settings = ServiceSettings(host_id="trainer-host", shm_dir=tmp_path, bulk_host=host, weight_disk=disk)
     layout = layout_of(weights(0).items())
     memory: Any = None
     if name.startswith("cuda_ipc"):
@@ -226,6 +227,7 @@ def test_cleanup_leaves_nothing_and_versions_in_use_stay(plane: Plane) -> None:
     staged = plane.receiver().stage(plane.publish(1, version=1))
     neighbour = open_publisher("job_ab", plane.layout, plane.settings)
     cleanup("job_a", plane.settings)
+    assert plane.settings.weight_disk is None or not list(plane.settings.weight_disk.iterdir())
     left = [path.name for path in plane.settings.shm_dir.rglob("*") if path.is_file()]
     assert sorted(left) == ["penstock-weights-job_ab.0", "penstock-weights-job_ab.1"]
     assert_equal(staged.tensors(), weights(1))
@@ -233,12 +235,13 @@ def test_cleanup_leaves_nothing_and_versions_in_use_stay(plane: Plane) -> None:
 
 
 def test_open_receiver_prefers_the_slot_and_falls_back(tmp_path: Path) -> None:
-    trainer = ServiceSettings(host_id="a", shm_dir=tmp_path / "a", data_dir=tmp_path, bulk_host="127.0.0.1")
-    near = ServiceSettings(host_id="a", shm_dir=tmp_path / "a", data_dir=tmp_path)
-    far = ServiceSettings(host_id="b", shm_dir=tmp_path / "b", data_dir=tmp_path)
+    near = ServiceSettings(host_id="a", shm_dir=tmp_path / "a", weight_disk=tmp_path / "disk")
+    far = ServiceSettings(host_id="b", shm_dir=tmp_path / "b", weight_disk=tmp_path / "disk")
+    trainer = near.model_copy(update={"bulk_host": "127.0.0.1"})
     trainer.shm_dir.mkdir()
+    tmp_path.joinpath("disk").mkdir()
     layout = layout_of(weights(0).items())
-    publisher = open_publisher("job_a", layout, trainer, transports=("shm", "disk"))
+    publisher = open_publisher("job_a", layout, trainer)
     manifest = publisher.publish(weights(1).items(), version=1, epoch=1)
     assert [ref.transport for ref in manifest.refs] == ["shm", "tcp", "disk"]
 
@@ -257,8 +260,64 @@ def test_open_receiver_prefers_the_slot_and_falls_back(tmp_path: Path) -> None:
         path.unlink()
     assert kind(open_receiver(near, layout)) == "LocalStaged"  # from disk
     cleanup("job_a", trainer)
-    with pytest.raises(WeightsError, match=r"no segment.*cannot fetch"):
+    with pytest.raises(WeightsError, match=r"no segment.*cannot fetch.*PENSTOCK_WEIGHT_DISK must be the trainer's"):
         open_receiver(near, layout).stage(manifest)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> ServiceSettings:
+    tmp_path.joinpath("disk").mkdir()
+    return ServiceSettings(host_id="a", shm_dir=tmp_path, weight_disk=tmp_path / "disk")
+
+
+def test_only_the_newest_files_and_the_served_one_stay_on_disk(disk: ServiceSettings, tmp_path: Path) -> None:
+    """Files of replaced trainers go, too, also those that they did not finish; a newer trainer's do not."""
+    layout, folder, served = layout_of(weights(0).items()), tmp_path / "disk" / "job_a", None
+    for epoch in (1, 2):
+        publisher = open_publisher("job_a", layout, disk, transports=("disk",))
+        for version in range(1, 5):
+            manifest = publisher.publish(weights(version).items(), version=version, epoch=epoch, keep=served)
+            served = served or manifest
+            assert len(list(folder.glob("*.safetensors"))) <= 3
+        publisher.close()
+        for name in ("00000001-00000005.7.tmp", "00000003-00000001.7.tmp"):
+            folder.joinpath(name).write_bytes(b"partial")
+    manifest = open_publisher("job_a", layout, disk, transports=("disk",)).publish(
+        weights(5).items(), version=5, epoch=2, keep=served
+    )
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [
+        "00000001-00000001.safetensors", "00000002-00000004.safetensors", "00000002-00000005.safetensors",
+        "00000003-00000001.7.tmp",
+    ]  # fmt: skip
+    assert served is not None
+    for kept in (served, manifest):
+        assert_equal(DiskReceiver(disk, layout).stage(kept).tensors(), weights(kept.version))
+
+
+def test_a_file_that_is_cut_off_is_refused(disk: ServiceSettings, tmp_path: Path) -> None:
+    layout = layout_of(weights(0).items())
+    manifest = open_publisher("job_a", layout, disk, transports=("disk",)).publish(
+        weights(1).items(), version=1, epoch=1
+    )
+    path = tmp_path / "disk" / manifest.refs[0].handle
+    whole = path.read_bytes()
+    for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(WeightsError, match=r"version 1 .*(cut off|damaged)"):
+            DiskReceiver(disk, layout).stage(manifest)
+    path.write_bytes(whole)
+    assert_equal(DiskReceiver(disk, layout).stage(manifest).tensors(), weights(1))
+
+
+def test_a_missing_shared_directory_is_not_created(disk: ServiceSettings, tmp_path: Path) -> None:
+    """Below a missing mount no other host would see the files."""
+    tmp_path.joinpath("disk").rmdir()
+    publisher = open_publisher("job_a", layout_of(weights(0).items()), disk)
+    with pytest.raises(WeightsError, match=r"cannot write version 1 .*\(PENSTOCK_WEIGHT_DISK\): .*No such file"):
+        publisher.publish(weights(1).items(), version=1, epoch=1)
+    publisher.close()
+    assert not tmp_path.joinpath("disk").exists()
 
 
 def test_receiver_refuses_the_epoch_of_a_replaced_trainer(tmp_path: Path) -> None:

@@ -97,5 +97,7 @@ def test_the_strips_of_workers_begin_before_the_page_was_opened(stack: Any, page
     since_opened, text = page.evaluate("one => [performance.now() / 1000, one.textContent]", caption.element_handle())
     assert float(text.split()[2]) > since_opened + 3, "the history begins before the page was opened"
     page.get_by_label(re.compile("^rollout-0: busy")).wait_for()
+    by_shared_memory = re.compile(r"^shm, \d[\d.e-]* s$")
+    page.locator("tr[data-key=rollout-0] td[data-label=weights]", has_text=by_shared_memory).wait_for()
     stack.client.cancel(job, checkpoint=False)
     assert stack.finish(job).status.phase == "cancelled"

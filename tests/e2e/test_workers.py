@@ -21,6 +21,11 @@ JOINED_S = 12.0
 on one that runs other tests."""
 
 
+def rows_of(stack: Any, job: str) -> list[dict[str, Any]]:
+    """Return the rows of the two rollout workers."""
+    return [row for row in stack.client.workers(job) if row["worker"] in ("rollout-0", SECOND)]
+
+
 @pytest.mark.long
 def test_two_workers_share_a_job_and_one_may_die(stack: Any) -> None:
     total = 80
@@ -32,11 +37,16 @@ def test_two_workers_share_a_job_and_one_may_die(stack: Any) -> None:
             return int(rows.get(worker, {}).get("groups", 0))
 
         stack.until(lambda: groups_of(SECOND) and groups_of("rollout-0"), "both workers answered tickets", 30)
+        stack.until(lambda: all("chosen_transport" in row for row in rows_of(stack, job)), "transports are chosen", 30)
+        for row in rows_of(stack, job):
+            assert (row["chosen_transport"], row["transport"], row["fetched_bytes"]) == ("shm", "shm", 0)
+            assert row["stage_s"] > 0
         second.kill()
         second.wait(5)
         assert stack.status(job).step < total - 5
     record = stack.finish(job)
     assert (record.status.phase, record.status.step) == ("succeeded", total)
+    assert record.status.draws["dropped"] == {}, "tickets of the dead worker are answered by the other"
     stack.check_audit(job)
     batches = [event for event in stack.ledger(job) if isinstance(event, BatchSealed)]
     workers = [{group.worker for group in batch.groups} for batch in batches]
@@ -147,7 +157,8 @@ def test_another_worker_goes_on_with_the_tokens_of_one_that_stops(
         begun = stack.until(in_progress, "completions in progress of the second worker", 90)
         os.kill(second.pid, how)
         assert second.wait(20) == (0 if how == signal.SIGTERM else -how), stack.log(SECOND)[-2000:]
-    assert stack.finish(job, 240).status.step == 2
+    status = stack.finish(job, 240).status
+    assert (status.step, status.draws["dropped"]) == (2, {})
     stack.check_audit(job)
     groups = {str(group.draw): group for group in stack.groups(job).values()}
     moved = [draw for draw in begun if groups[draw].meta["worker"] == "rollout-0"]

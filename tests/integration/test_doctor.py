@@ -13,7 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.cli.deployment.doctor import _engines
+from penstock.local.engines import _digest, _Made, _pins, _write
 from penstock.services.env.simulators import INSTALLED
+from penstock.shared.config.service import ServiceSettings
 
 
 def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +84,36 @@ def test_a_broken_simulator_is_a_warning_with_its_repair(
     row = found()
     assert (row["state"], row["fix"]) == ("warning", "penstock sims install metaworld --again")
     assert row["detail"] == "gymnasium, libero, maniskill, world_model; not here: metaworld"
+
+
+def test_broken_engine_installations_are_named_with_their_fix(tmp_path: Path) -> None:
+    settings, folder = ServiceSettings(engines_dir=tmp_path), tmp_path / "vllm"
+    python = folder / "bin" / "python"
+
+    def finding() -> tuple[str, str, str]:
+        found = {one.name: one for one in _engines(settings)}
+        assert found["engine sglang"].state == "ok", "an engine that nobody installed is no problem"
+        one = found["engine vllm"]
+        return one.state, one.detail, one.fix
+
+    install, again = "penstock engines install vllm", "penstock engines install vllm --again"
+    python.parent.mkdir(parents=True)
+    assert finding() == ("warning", f"engine 'vllm': {folder} has no environment of it", install)
+    pins = _digest(_pins("vllm"))
+    _write(folder, _Made(pins, done=0))
+    assert finding() == ("warning", f"engine 'vllm': its installation in {folder} was interrupted", install)
+    _write(folder, _Made("of an earlier release", complete=True))
+    assert finding() == (
+        "warning", f"engine 'vllm': {folder} has other versions than this Penstock needs", install,
+    )  # fmt: skip
+    _write(folder, _Made(pins, complete=True))
+    state, detail, fix = finding()
+    assert (state, fix) == ("warning", again)
+    assert f"{python} does not run: " in detail
+    python.write_text("#!/bin/sh\necho 'ImportError: libcudart.so.13: cannot open shared object file' >&2\nexit 1\n")
+    python.chmod(0o755)
+    assert finding() == (
+        "warning", "engine 'vllm': ImportError: libcudart.so.13: cannot open shared object file", again,
+    )  # fmt: skip
+    python.write_text("#!/bin/sh\nexit 0\n")
+    assert finding() == ("ok", "installed, and imports", "")

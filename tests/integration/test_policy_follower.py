@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from penstock.services.coordinator.jobs.members import Members
-from penstock.services.coordinator.leader.weight_routes import WeightRouter
+from penstock.services.coordinator.leader.weight_routes import WeightRouter, transports_of
+from penstock.services.coordinator.leader.why import worker_waits
 from penstock.services.rollout.commit_rule import Attempt, CommitRule
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.service import RolloutService
+from penstock.services.trainer.publishing import Publishing
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import EmbeddedConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import WeightsError
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
@@ -82,14 +84,15 @@ def settings(tmp_path: Path) -> Iterator[ServiceSettings]:
 
 @asynccontextmanager
 async def following(
-    bus: Bus, settings: ServiceSettings, rule: CommitRule | None = None
+    bus: Bus, settings: ServiceSettings, rule: CommitRule | None = None, trainer_settings: ServiceSettings | None = None
 ) -> AsyncIterator[tuple[PolicyFollower, Trainer]]:
     tokenizer = build_tokenizer(MODEL)
     engine = open_engine(MODEL, tokenizer, max_running=2, seed=0, device="cpu")
     names = {name: tensor.detach().clone() for name, tensor in engine._policy_parameters().items()}  # type: ignore[attr-defined]
     await engine.start()
     hooks: dict[str, Any] = {} if rule is None else {"leaving": rule.interrupt, "updating": rule.update}
-    follower, trainer = PolicyFollower(bus, settings, JOB, engine, **hooks), Trainer(bus, settings, names)
+    follower = PolicyFollower(bus, settings, JOB, engine, **hooks)
+    trainer = Trainer(bus, trainer_settings or settings, names)
     task = asyncio.create_task(follower.run())
     try:
         yield follower, trainer
@@ -216,6 +219,76 @@ async def test_weights_come_by_the_transport_that_the_coordinator_chose(bus: Bus
         await trainer.show(2, epoch=1)
         await reach(follower, 2, 1)
         assert (follower.status()["transport"], follower.status()["fetched_bytes"]) == ("shm", 0)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> tuple[ServiceSettings, ServiceSettings]:
+    """Settings of a trainer and of a worker on another host, which have no network in common."""
+    for name in ("a", "b", "disk"):
+        tmp_path.joinpath(name).mkdir()
+    trainer, worker = (ServiceSettings(host_id=name, worker_id=name, shm_dir=tmp_path / name) for name in ("a", "b"))
+    return trainer, worker
+
+
+def beating(follower: PolicyFollower, trainer: ServiceSettings, worker: ServiceSettings) -> Members:
+    """Return what the coordinator learns from the heartbeats of both."""
+    members, clock = Members(), time.monotonic()
+    row = {"transports": Publishing(None, trainer, JOB).transports}  # type: ignore[arg-type]
+    for service, settings, entry in (("trainer", trainer, row), ("rollout", worker, follower.status())):
+        members.on_heartbeat(
+            Heartbeat(
+                service=service, worker=settings.worker_id, host=settings.host_id, pid=1, started=0.0, interval_s=60.0,
+                health_port=0, ready=True, jobs={JOB: entry},
+            ),
+            clock,
+        )  # fmt: skip
+    return members
+
+
+async def test_weights_go_to_another_host_through_a_directory_that_both_share(
+    bus: Bus, hosts: tuple[ServiceSettings, ServiceSettings], tmp_path: Path
+) -> None:
+    """The directory may have another path at the worker. Old versions are removed, and at the end all of them."""
+    disk, mount = tmp_path / "disk", tmp_path / "mount"
+    mount.symlink_to(disk)
+    far, near = (one.model_copy(update={"weight_disk": path}) for one, path in zip(hosts, (disk, mount), strict=True))
+    async with following(bus, near, trainer_settings=far) as (follower, trainer):
+        router = asyncio.create_task(WeightRouter(bus, JOB, beating(follower, far, near)).follow())
+        async with asyncio.timeout(30):
+            while (entry := await bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(JOB))) is None:
+                await asyncio.sleep(0.02)
+        router.cancel()
+        assert entry.value is not None
+        assert unpack(entry.value, WeightRoutes)[0].transports == {"b": "disk"}
+        for version in range(1, 5):
+            await trainer.show(version, epoch=1)
+            await reach(follower, version, 1)
+            assert follower.status()["transport"] == "disk"
+            assert len(list(disk.rglob("*.*"))) <= 2
+        parameters = follower._engine._policy_parameters().values()  # type: ignore[attr-defined]
+        assert {round(float(tensor.detach().max()), 3) for tensor in parameters} == {4.1}
+    cleanup(JOB, far)
+    assert not list(disk.iterdir())
+
+
+async def test_a_worker_that_no_transport_reaches_names_the_settings(
+    bus: Bus, hosts: tuple[ServiceSettings, ServiceSettings]
+) -> None:
+    far, near = hosts
+    async with following(bus, near, trainer_settings=far) as (follower, trainer):
+        await trainer.show(1, epoch=1)
+        async with asyncio.timeout(60):
+            while "problem" not in follower.status():
+                await asyncio.sleep(0.02)
+        members, clock = beating(follower, far, near), time.monotonic()
+        assert transports_of(JOB, members, clock) == {}, "no transport is promised to it"
+        (row,) = [row for row in members.rows(JOB, clock) if row["worker"] == "b"]
+        (wait,) = worker_waits(JOB, members, clock, time.time(), ("trainer", "rollout"))
+        for text in (row["problem"], wait["waiting_for"]):
+            assert "PENSTOCK_BULK_HOST at the trainer" in text
+            assert "PENSTOCK_WEIGHT_DISK at trainer and worker" in text
+            assert "shm on host 'a'" in text
+        assert follower.version == -1
 
 
 async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, settings: ServiceSettings) -> None:

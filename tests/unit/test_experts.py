@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from penstock.services.rollout.engines.remote import checkpoint_tensors
 from penstock.shared.algorithms.load_balancing import load_balancing_loss
 from penstock.shared.models import decoder, hidden_states, pack, selected_logprobs
 from penstock.shared.models.architecture import plan_of
@@ -46,6 +50,17 @@ def recorded(model: PreTrainedModel) -> Tensor:
     rope = decoder.rope_at(plan, tokens.position_ids_T)
     decoder.decode(plan, tokens.token_ids_T, rope, lambda _, q, k, v: blocks.attend(q, k, v), recorder)
     return recorder.table()
+
+
+def test_split_experts_are_those_that_transformers_writes(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Servers load checkpoint files: names and bits must be those of a checkpoint of the same model."""
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    found = dict(checkpoint_tensors(model.state_dict().items()))
+    assert found.keys() == written.keys()
+    assert sum(".experts." in name for name in found) == N * E * 3
+    for name, tensor in written.items():
+        assert torch.equal(found[name], tensor), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

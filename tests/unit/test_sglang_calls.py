@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.servers.stream import name_of
 from penstock.services.rollout.engines.sglang.calls import Stream, generate_body, read_scores
+from penstock.services.rollout.engines.sglang.engine import KNOWN_VERSIONS, SglangEngine
+from penstock.shared.config.rollout import SglangConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Sampling
 
@@ -30,6 +35,25 @@ def stream(**options: Any) -> Stream:
 def event(num: int, rows: list[Any], reason: Any = None, **meta: Any) -> dict[str, Any]:
     meta = {"completion_tokens": num, "output_token_logprobs": rows, "finish_reason": reason, **meta}
     return {"text": "", "output_ids": [row[1] for row in rows], "meta_info": meta}
+
+
+async def test_a_version_that_the_adapter_does_not_know_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ModelFiles(tmp_path, "float32", 29, 64)
+    engine = SglangEngine(
+        model, SglangConfig(), ServiceSettings(shm_dir=tmp_path), max_running=2, stop_ids=[2], detokenize=str
+    )
+    for known in KNOWN_VERSIONS:
+        engine._look_at({"version": known, "context_length": 64})
+        engine._look_at({"version": f"{known}+cpu"})
+    assert not caplog.records
+    for info, named in (({"version": "0.9.0"}, "not for 0.9.0"), ({}, "not for an unknown version")):
+        caplog.clear()
+        engine._look_at(info)
+        (record,) = caplog.records
+        assert record.levelname == "WARNING"
+        assert f"written for SGLang {KNOWN_VERSIONS[0]}, {named}" in record.getMessage()
 
 
 def test_no_request_id_is_a_prefix_of_another() -> None:

@@ -18,7 +18,7 @@ from penstock.services.rollout.engines.vllm.server_calls import (
     read_scores,
     score_body,
 )
-from penstock.services.rollout.engines.vllm.workers import check_shared_memory
+from penstock.services.rollout.engines.vllm.workers import KNOWN_VERSIONS, check_shared_memory, check_version
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Sampling
 
@@ -31,6 +31,17 @@ def test_an_engine_without_shared_memory_says_what_is_missing(tmp_path: Path) ->
         check_shared_memory(Path("/proc"))
     check_shared_memory(tmp_path / "missing")
     check_shared_memory(tmp_path)
+
+
+def test_a_version_without_a_passed_contract_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    for known in KNOWN_VERSIONS:
+        check_version(known)
+        check_version(f"{known}+cpu")
+    assert not caplog.records
+    check_version("0.99.1+cu130")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"tested with vLLM {KNOWN_VERSIONS[0]}, not with this 0.99.1+cu130" in record.getMessage()
 
 
 def completion(*, streamed: bool = False, top_logprobs: int = 0, **sampling: Any) -> Completion:

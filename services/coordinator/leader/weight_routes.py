@@ -30,8 +30,8 @@ def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member
     """Return the transport of each worker that follows the policy of ``job``.
 
     On the trainer's host: CUDA IPC if the worker's GPU can read the trainer's, else shared memory. On another host: a
-    broadcast if the worker is the only one there, else TCP, where the workers of a host share one transfer. If the two
-    ends support none of these: files in a directory that both see.
+    broadcast if the worker is the only one there, else TCP, where the workers of a host share one transfer, else files
+    in a directory that both ends are set to. A worker that supports none of what the trainer does gets no entry.
     """
     if trainer is None:
         return {}
@@ -48,8 +48,8 @@ def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member
             chosen[beat.worker] = "shm"
         elif broadcast:
             chosen[beat.worker] = broadcast[-1]
-        elif receives:
-            chosen[beat.worker] = "tcp" if "tcp" in both else "disk"
+        elif way := next((name for name in ("tcp", "disk") if name in both), ""):
+            chosen[beat.worker] = way
     return chosen
 
 

@@ -178,7 +178,9 @@ def _check(python: Path, name: str) -> None:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"engine '{name}': {python} does not run: {error}") from None
+        raise Unavailable(
+            f"engine '{name}': {python} does not run: {error}; run: penstock engines install {name} --again"
+        ) from None
     if result.returncode:
         last = (result.stderr.strip().splitlines() or ["it does not import"])[-1]
         raise Unavailable(f"engine '{name}': {last}; run: penstock engines install {name} --again")

@@ -89,6 +89,24 @@ def test_the_trainer_names_the_gpu_that_it_publishes_in(
     assert not list(tmp_path.glob("penstock-*"))
 
 
+def test_the_trainer_also_writes_files_if_it_has_a_directory_for_them(
+    make_config: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    settings = ServiceSettings(host_id="a", data_dir=tmp_path, shm_dir=tmp_path, weight_disk=disk)
+    publishing, routes = Publishing(None, settings, "job_1"), WeightRoutes(epoch=0, transports={})  # type: ignore[arg-type]
+    assert publishing.transports == ["shm", "disk"]
+    for version in range(2):
+        published = publishing._write(version, 1, None, routes, Learner(make_config()))
+    assert [ref.transport for ref in published.refs] == ["shm", "disk"]
+    assert open_receiver(settings).stage(published).way.transport == "shm"
+    assert open_receiver(settings.model_copy(update={"host_id": "b"})).stage(published).way.transport == "disk"
+    publishing.close()
+    cleanup("job_1", settings)
+    assert not list(disk.iterdir())
+
+
 def manifest(version: int, epoch: int) -> WeightManifest:
     layout = make_layout([("w", "float32", (2,))])
     return WeightManifest(

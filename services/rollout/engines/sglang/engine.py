@@ -93,7 +93,7 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
 
     def _look_at(self, info: Mapping[str, Any]) -> None:
         """Check the server information: warn about version and seeds, raise ConfigError if the context is too short."""
-        version = str(info.get("version", "of an unknown version")).split("+")[0]
+        version = str(info.get("version", "an unknown version")).split("+")[0]
         if version not in KNOWN_VERSIONS:
             logger.warning(
                 "this adapter was written for SGLang %s, not for %s: look at `mismatch/logprob` of the first batch",

@@ -47,6 +47,7 @@ _POLL_S = 0.01
 _SLOT_WORKER = "penstock.services.rollout.engines.vllm.plugin.SlotWorker"
 _RECEIVING = (
     "host_id", "worker_id", "data_dir", "shm_dir", "bulk_host", "bulk_tls_ca", "bulk_tls_cert", "bulk_tls_key",
+    "weight_disk",
 )  # fmt: skip
 
 Call = Callable[..., Awaitable[list[Any]]]
