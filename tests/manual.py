@@ -86,9 +86,6 @@ NOT_RUN = {
     "penstock metrics own-engine reward/mean mismatch/logprob": "run by tests/e2e/test_user_code.py",
     "penstock why own-engine": "about the job before it; tests/e2e/test_user_code.py asks why",
     "make screenshots": "trains several jobs for minutes, and writes into the manual",
-    'client.post_interaction("my-agent", prompt_token_ids=…, token_ids=…, logprobs=…, policy_version=17, reward=0.7)': (
-        "leaves out the tokens"
-    ),
     'client.post("/feedback")': "leaves out the body",
     "class Ticket(BaseModel):": (
         "the agent here ends an answer after eight tokens; tests/contract/serving/test_forms.py parses one"

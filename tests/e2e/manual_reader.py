@@ -24,8 +24,8 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES
 from tests.manual import BASES, FILLED, ROOT, Snippet, snippets, text_of, whole_job
 
 KEY = "e2e-key"
-AGENT = "my-agent"
-LETTERS = "0123456789+-*/=?,.: abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ…"
+AGENT = "agent"
+"""Name of the job in ``examples/agent.yaml``."""
 URL = "http://127.0.0.1:8000"
 SMALLER: dict[str, tuple[str, ...]] = {
     "rl": ("train.max_updates=2", "train.batch_size=16", "evaluation.num_prompts=8", "limits.byte_budget=8388608"),
@@ -168,12 +168,12 @@ class Reader:
 
     def python(self, text: str) -> None:
         """Run a Python snippet. Serve the agent first if the snippet names it; wait until a fine-tuning job ends."""
-        if AGENT in text:
+        if f'"{AGENT}"' in text:
             self.serve_agent()
         if "fine_tuned_model" in text:
             self.names["job"] = self.names["client"].fine_tuning.jobs.retrieve(self.names["job"].id)
         self.define_names(text)
-        code = self.here(text).replace('api_key="…"', f'api_key="{KEY}"').replace("[…]", "messages")
+        code = self.here(text).replace("[…]", "messages")
         try:
             exec(compile(code, "snippet", "exec", dont_inherit=True), self.names)
         finally:
@@ -188,7 +188,7 @@ class Reader:
         from openai import OpenAI
         from pydantic import BaseModel
 
-        found = {"OpenAI": OpenAI, "httpx": httpx, "BaseModel": BaseModel, "Literal": Literal, "KEY": KEY,
+        found = {"OpenAI": OpenAI, "BaseModel": BaseModel, "Literal": Literal, "KEY": KEY,
                  "messages": [{"role": "user", "content": "3+4="}]}  # fmt: skip
         for name, value in found.items():
             self.names.setdefault(name, value)
@@ -422,13 +422,11 @@ class Reader:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def serve_agent(self) -> None:
-        """Serve the example agent under the name in the manual, and wait until it answers."""
+        """Serve ``examples/agent.yaml``, unless the page serves an agent of this name; wait until it answers."""
         if any(row.name == AGENT and row.status.phase == "running" for row in self.stack.client.list(limit=100)):
             return
         spec = yaml.safe_load((ROOT / "examples/agent.yaml").read_text(encoding="utf-8"))
-        model = {**spec["model"], "characters": LETTERS}
-        small = with_overrides({**spec, "name": AGENT, "model": model}, SMALLER["online_rl"])
-        job = self.stack.client.submit(small).id
+        job = self.stack.client.submit(with_overrides(spec, SMALLER["online_rl"])).id
         self.until_it_runs(job)
         self.stack.until(lambda: self.ask(AGENT).is_success, "the agent answers", 90)
 

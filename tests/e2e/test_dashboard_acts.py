@@ -20,6 +20,7 @@ import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from penstock.client import Client
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import LineageForked, Redrawn
 from penstock.shared.protocol.live.interaction import new_marked_id
@@ -35,6 +36,17 @@ BROKEN = """async (place) => {
   if (!passes.length) return ["axe-core tried nothing"];
   return violations.map(({ id, nodes }) => [id, nodes.slice(0, 3).map(({ html }) => html.slice(0, 200))]);
 }"""
+IS_DRAWN = """(canvas) => {
+  const probe = document.body.appendChild(document.createElement("span"));
+  probe.style.color = "var(--c1)";
+  const [colour] = [getComputedStyle(probe).color.match(/\\d+/g).map(Number), probe.remove()];
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  for (let at = 0; at < data.length; at += 4) {
+    if (data[at + 3] > 200 && colour.every((part, index) => Math.abs(part - data[at + index]) < 40)) return true;
+  }
+  return false;
+}"""
+"""Program that returns true if a canvas has a pixel in the colour of the first curve; axes are grey."""
 LIVE = {
     "kind": "online_rl",
     "sampling": {"max_new_tokens": 6},
@@ -144,6 +156,37 @@ def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
     assert before >= newest
 
 
+def test_a_job_is_paused_and_resumed(stack: Any, page: Page, enter: Any, running: str) -> None:
+    enter(page, stack, where=f"#/jobs/{running}")
+    actions = page.locator(".actions")
+    pause, resume = (actions.get_by_role("button", name=verb, exact=True) for verb in ("pause", "resume"))
+    expect(resume).to_be_disabled()
+    pause.click()
+    page.get_by_text("acted: pause is asked for.").wait_for()
+    page.locator(".heading .phase.paused").wait_for()
+    expect(pause).to_be_disabled()
+    paused = stack.status(running)
+    assert paused.phase == "paused"
+    resume.click()
+    page.get_by_text("acted: resume is asked for.").wait_for()
+    page.locator(".heading .phase.running").wait_for()
+    expect(pause).to_be_enabled()
+    stack.reach(running, paused.step + 1)
+
+
+def test_the_staleness_of_a_job_is_drawn(stack: Any, page: Page, enter: Any, running: str) -> None:
+    """The newest point of the curve is a measured value of an update with groups of an older version."""
+    assert stack.client.get(running).spec["train"]["max_lag"] == 1
+    enter(page, stack, where=f"#/jobs/{running}")
+    canvas = page.get_by_label(re.compile(r"^Staleness: .*, by policy update\. Newest: lag/kl "))
+    canvas.scroll_into_view_if_needed()
+    stack.until(lambda: canvas.evaluate(IS_DRAWN), "a curve in its colour")
+    value, step = re.findall(r"Newest: lag/kl (\S+) at update (\d+)$", str(canvas.get_attribute("aria-label")))[0]
+    found = stack.client.metrics(running, names="lag/kl", max_points=10_000)
+    measured = dict(zip(found["steps"], found["series"]["lag/kl"], strict=True))
+    assert float(value) == pytest.approx(measured[int(step)], rel=0.05, abs=0), "as rounded on the page"
+
+
 def test_workers_are_scaled_and_dialogs_of_a_job_are_left(stack: Any, page: Page, enter: Any, running: str) -> None:
     enter(page, stack, where=f"#/jobs/{running}")
     for verb, title in (("cancel", "Cancel acted?"), ("amend", "Change acted")):
@@ -223,6 +266,39 @@ def test_keys_are_created_and_revoked(stack: Any, page: Page, enter: Any) -> Non
         opened(page, "Revoke reader?").get_by_role("button", name="Revoke").click()
         page.get_by_text("None but those of the configuration.").wait_for()
         stack.until(lambda: http.get("/v1/jobs").status_code == 401, "it is refused")
+
+
+def test_the_audit_log_is_filtered_by_key_and_job(stack: Any, page: Page, enter: Any, running: str) -> None:
+    made = stack.client.keys.create("filtered", ["jobs:read", "jobs:write"])
+    with Client(stack.stack.url, api_key=made.key) as client:
+        client.resume(running)
+    stack.client.resume(running)
+    enter(page, stack, where="#/deployment/audit")
+    rows = page.get_by_role("table", name="Requests that changed something").locator("tbody tr")
+    key, job = page.get_by_label("Id of a key"), page.get_by_label("Id of a job")
+    creations, others = rows.filter(has_text="POST /v1/keys"), rows.filter(has_not_text="filtered")
+    expect(creations.first).to_be_visible()
+    job.fill(running)
+    job.press("Enter")
+    expect(creations).to_have_count(0)
+    expect(others.first).to_be_visible()
+    links = [link.get_attribute("href") for link in rows.locator("td[data-label=job] a").all()]
+    assert links == [f"#/jobs/{running}"] * rows.count(), "each request is about this job"
+    key.fill(made.id)
+    key.press("Enter")
+    expect(others).to_have_count(0)
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("/resume")
+    job.fill("")
+    job.press("Enter")
+    expect(rows).to_have_count(1)
+    key.fill("nobody")
+    key.press("Enter")
+    page.get_by_text("None yet.").wait_for()
+    key.fill("")
+    key.press("Enter")
+    expect(creations.first).to_be_visible()
+    stack.client.keys.revoke(made.id)
 
 
 @pytest.fixture

@@ -103,5 +103,6 @@ def test_the_first_job_file_of_the_manual_learns(stack: Any, tmp_path: Path) -> 
     assert (record.status.phase, record.status.step) == ("succeeded", 200)
     series = stack.client.metrics(record.id, names="reward/mean")["series"]["reward/mean"]
     rewards = [value for value in series if value is not None]  # the evaluation before the first update has none
-    assert fmean(rewards[-20:]) >= fmean(rewards[:20]) + 0.1
+    first, last = fmean(rewards[:5]), fmean(rewards[-10:])  # four runs: 0.13 to 0.14, 0.38 to 0.43
+    assert (first <= 0.2, last >= 0.3) == (True, True), (first, last)
     assert {warning.kind for warning in record.status.warnings}.isdisjoint({"no_signal", "reward_stuck"})

@@ -130,7 +130,7 @@ def job_of(stack: Any, job: str) -> dict[str, Any]:
     return spec
 
 
-def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, http: httpx.Client) -> None:
+def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, earlier: int, http: httpx.Client) -> None:
     served = stack.cli("serve", "job:served-from@final", "--name", "adder")
     assert served.exit_code == 0, served.output
     record = next(r for r in stack.client.list(name="adder"))
@@ -153,6 +153,11 @@ def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, ht
     end(stack, record.id)
     stack.until(lambda: status_of(http, "adder") == 404, "the deployment answers no more")
     stack.until(lambda: holders(stack, record.id) == [], "the worker has given the slots back")
+    served = stack.cli("serve", f"served-from@step:{earlier}")
+    assert served.exit_code == 0, served.output
+    record = next(r for r in stack.client.list(name=f"served-from-{earlier}"))
+    assert (record.kind, record.status.phase, record.origin.number) == ("serving", "running", earlier)
+    end(stack, record.id)
 
 
 @pytest.mark.long

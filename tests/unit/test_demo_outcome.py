@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from penstock.cli.demo.command import _tell
 from penstock.cli.demo.outcome import FIRST, GOAL, LAST, Outcome, scores_of
 from penstock.cli.jobs.view import View, panel, progress_line
 from penstock.cli.jobs.watching import LINE_S, QUIET_S, _Lines
+from penstock.cli.printing import console
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
 
 REPORT = {"ok": True, "equation": {"drawn": 4, "trained": 4, "dropped": {}, "in_flight": 0}, "violations": []}
@@ -54,6 +56,22 @@ def test_a_run_succeeds_only_if_every_check_passes(
     out, err = capsys.readouterr()
     assert json.loads(out)["ok"] is (code == 0)
     assert err.splitlines() == [f"error: {flaw}" for flaw in flaws]
+
+
+def test_the_summary_names_the_warnings_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    since = datetime(2026, 1, 1, tzinfo=UTC)
+    warnings = {"no_signal": "every completion so far earned 0", "truncation": "90% of the completions are [cut]"}
+    found = record(warnings=[{"kind": kind, "message": text, "since": since} for kind, text in warnings.items()])
+    run = Outcome(found, RISING, REPORT, 61.04, Path("/data"))
+    _tell(run, console(), as_json=False)
+    assert re.findall(r"^  warning         (.*)$", capsys.readouterr().out, re.MULTILINE) == [
+        "no_signal: every completion so far earned 0", "truncation: 90% of the completions are [cut]"
+    ]  # fmt: skip
+    _tell(run, console(stderr=True), as_json=True)
+    assert json.loads(capsys.readouterr().out)["warnings"] == warnings
+    assert run.code == 0, "a warning is no failure"
+    _tell(outcome(RISING), console(), as_json=False)
+    assert "warning" not in capsys.readouterr().out
 
 
 def test_the_summary_is_one_document_or_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,6 +189,47 @@ def test_rm(run: Run, deployment: Any, file: str) -> None:
     assert "no job" in run("rm", ids[0]).stderr
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_job_is_deleted_only_after_a_yes(served: Any, run: Run, deployment: Any, file: str) -> None:
+    id = submit(run, file)
+    deployment.advance(id, "succeeded")
+    checkpoints = deployment.data_dir / "checkpoints" / id
+    checkpoints.mkdir(parents=True)
+    asked = f"delete {id} (addition, update 0): all that is known of it? [y/N]: "
+    code, shown = in_terminal(served.url, "rm", id, question="[y/N]: ", answer="")
+    assert (code, shown.startswith(asked), "Aborted" in shown) == (1, True, True), shown
+    assert list(deployment.jobs) == [id]
+    code, shown = in_terminal(served.url, "rm", id, "--checkpoints", question="[y/N]: ", answer="y")
+    assert (code, "known of it, and its checkpoints? " in shown) == (0, True), shown
+    assert shown.endswith(f"{id} (addition) is deleted\r\n")
+    assert not deployment.jobs
+    assert not checkpoints.exists()
+
+
+def in_terminal(url: str, *words: str, question: str, answer: str) -> tuple[int, str]:
+    """Run a command under a pseudo-terminal; answer its question; return its exit code and what the terminal shows."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "PENSTOCK_URL": url, "TERM": "dumb"}
+    command = [sys.executable, "-m", "penstock.cli", *words]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs, stdin=theirs, env=env) as process:
+        os.close(theirs)
+        text, told = b"", False
+        try:
+            while chunk := os.read(ours, 1 << 16):
+                text += chunk
+                if not told and question.encode() in text:
+                    told = True
+                    os.write(ours, f"{answer}\n".encode())
+        except OSError:  # the other side is closed
+            pass
+        finally:
+            os.close(ours)
+        return process.wait(20), text.decode()
+
+
 def test_version(run: Run) -> None:
     assert run("--version").stdout == f"penstock {penstock.__version__}\n"
 

@@ -45,7 +45,7 @@ def test_a_report_of_a_text_learner_has_all_followed_metrics(
 ) -> None:
     report = Learner(make_config()).update(BatchShard.whole(batch), update_index=0)
     lacking = OF_THE_TRAINER - report.keys()
-    assert lacking == set(GRADIENTS) - {"optimizer/grad_norm"}
+    assert lacking == {"success/rate", *GRADIENTS} - {"optimizer/grad_norm"}
     assert {"reward/min", "reward/max", "optimizer/steps"} <= report.keys()
 
 

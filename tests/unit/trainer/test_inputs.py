@@ -70,7 +70,7 @@ async def test_groups_of_earlier_versions_are_trained_at_the_temperature_of_the_
     [(name, text)] = group_headers(header).items()
     fields = msgspec.json.decode(text)
     assert parse_group_header({name: msgspec.json.encode(fields).decode()}).temperature == 0.2
-    assert parse_group_header({name: msgspec.json.encode(fields[:-3]).decode()}).temperature is None
+    assert parse_group_header({name: msgspec.json.encode(fields[:-4]).decode()}).temperature is None
 
 
 async def sealed_as(bus: Bus, version: int, *, stored: bytes = b"") -> BatchManifest:
