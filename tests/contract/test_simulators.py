@@ -6,13 +6,16 @@ skipped without it, or fail for the names in PENSTOCK_REQUIRE_SIMULATORS.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
@@ -33,23 +36,53 @@ from penstock.services.env.simulators import (
     Chunk,
     Named,
     Simulator,
+    adapter_of,
     describe_simulator,
     interpreter_of,
     open_simulator,
 )
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
-from penstock.shared.protocol.embodied.environment import ArraySpec, OpenEnv, Picture, ResetRequest, StepRequest
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.embodied.environment import (
+    ArraySpec,
+    OpenEnv,
+    Picture,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+    decode_env,
+    encode_env,
+)
+from penstock.shared.transport.bus import Bus
 from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
+from tests.integration.test_env_service import JOB, open_session, run_env
 
 NOWHERE = Path("/nonexistent")
 LONG_S = 600
 """Time limit in seconds for imports of large libraries on a busy machine."""
+HANG_S = 1.0
+"""Time limit in seconds of a step for which the process is stopped."""
 SLOW_TO_START = pytest.mark.timeout(LONG_S)
 ELSEWHERE = ("maniskill", "libero")
+OWN_SIMS = Path(__file__).with_name("sims")
+"""Simulators directory with an adapter of a user, ``two_cameras``."""
 REACH = OpenEnv(env_id="reach-v3", num_envs=3, backend="metaworld", options={"horizon": 20})
 PUSH = OpenEnv(env_id="PushCube-v1", num_envs=3, backend="maniskill", options={"horizon": 20})
 SOUP = OpenEnv(env_id="libero_object/0", num_envs=3, backend="libero", options={"horizon": 12, "assets": "primitive"})
+Point = NDArray[np.float64]
+UP = np.array([0.0, 0.0, 1.0])
+CARRY: list[Callable[[Point, Point, Point], tuple[Point, float, Callable[[Point, Point], bool]]]] = [
+    lambda _, cheese, __: (cheese + UP * 0.1, -1.0, lambda hand, aim: np.linalg.norm(hand - aim) < 0.01),
+    lambda _, cheese, __: (cheese + UP * 0.005, -1.0, lambda hand, aim: np.linalg.norm(hand - aim) < 0.012),
+    *[lambda hand, *_: (hand, 1.0, lambda *_: True)] * 4,
+    lambda hand, *_: (np.array([*hand[:2], 0.3]), 1.0, lambda hand, aim: hand[2] > 0.27),
+    lambda _, __, basket: (basket + UP * 0.3, 1.0, lambda hand, aim: np.linalg.norm((hand - aim)[:2]) < 0.02),
+]
+"""Stages of a controller for LIBERO: over the object, down, close, up, over the basket. Each takes the places of hand,
+object and basket, and returns the hand's aim, -1 (open) or 1 (closed), and a test that the hand is there.
+"""
 SMALL = Picture(height=20, width=30, grey=True, frames=2)
 NO_OPENGL = not (find_library("OSMesa") or find_library("EGL_mesa"))
 CASES = {
@@ -64,6 +97,7 @@ CASES = {
     "maniskill": PUSH,
     "maniskill, two processes": msgspec.structs.replace(PUSH, env_id="PickCube-v1", num_processes=2),
     "libero": SOUP,
+    "two images": OpenEnv(env_id="arm", num_envs=3, backend="two_cameras", num_processes=2),
     "world model": OpenEnv(env_id="CartPole-v1", num_envs=3, backend="world_model"),
     "world model, anywhere": OpenEnv(
         env_id="CartPole-v1", num_envs=3, backend="world_model", num_processes=2, options={"starts": "anywhere"}
@@ -79,7 +113,7 @@ def sims_dir(request: OpenEnv) -> Path:
     """Return the directory with the interpreter of a case; skip or fail the test if the interpreter is missing."""
     folder = ServiceSettings().sims_dir.expanduser()
     if request.backend not in ELSEWHERE:
-        return NOWHERE
+        return OWN_SIMS if request.backend == "two_cameras" else NOWHERE
     if not (folder / request.backend / INSTALLED).exists():
         reason = f"no {request.backend} in {folder}: penstock sims install {request.backend}"
         if request.backend in os.environ.get("PENSTOCK_REQUIRE_SIMULATORS", "").split():
@@ -331,9 +365,7 @@ def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simul
 
 def kill_processes(simulator: Simulator) -> None:
     """Kill the processes of a simulator's backend, and wait until they are dead."""
-    adapter = str(BACKENDS[simulator.spec.backend])
-    children = [child for child in psutil.Process().children() if adapter in cmdline_of(child)]
-    assert children
+    children = processes_of(simulator)
     for child in children:
         child.kill()
     until = time.monotonic() + 60
@@ -342,11 +374,82 @@ def kill_processes(simulator: Simulator) -> None:
         time.sleep(0.01)
 
 
+def processes_of(simulator: Simulator) -> list[psutil.Process]:
+    """Return the processes of a simulator's backend."""
+    adapter = str(adapter_of(simulator.spec.backend, OWN_SIMS))
+    children = [child for child in psutil.Process().children() if adapter in cmdline_of(child)]
+    assert children
+    return children
+
+
 def cmdline_of(child: psutil.Process) -> list[str]:
     try:
         return child.cmdline()
     except psutil.NoSuchProcess:  # among them zombies
         return []
+
+
+@pytest.mark.long
+def test_a_simulator_that_hangs_is_replaced(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped processes are killed after the time limit, which is short for this step alone; their episodes are lost
+    with the reason. The replacing process plays the same episodes.
+    """
+    everyone = ids(0, 1, 2)
+    simulator.reset(everyone, states(22, 23, 24))  # of two processes, the test before may have killed one unnoticed
+    before = simulator.reset(everyone, states(22, 23, 24))
+    assert before.lost == {}
+    first, state_hash = copied(row(before.observations, 0)), int(before.state_hashes[0])
+    hung = processes_of(simulator)
+    for child in hung:
+        child.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr(simulator, "_limit_s", HANG_S)
+        chunk = simulator.step(everyone, random_actions(simulator, 6, 3), None)
+    assert chunk.lost == dict.fromkeys(range(3), f"the simulator's process hung for {HANG_S:g} s and was killed")
+    assert not chunk.valid.any()
+    assert not any(child.is_running() for child in hung)
+    again = simulator.reset(ids(0), states(22))
+    assert again.lost == {}
+    assert equal(row(again.observations, 0), first)
+    assert int(again.state_hashes[0]) == state_hash
+    assert step(simulator, ids(0), random_actions(simulator, 6, 1)).valid.tolist() == [1]
+
+
+@pytest.mark.long
+async def test_a_repeated_request_is_executed_once(
+    simulator: Simulator, case: OpenEnv, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client repeats requests over the bus, as it does when a reply is late, here while the first one is executed.
+
+    The next step gives the observations of a simulator that executed each request once.
+    """
+    one, actions = ids(0), random_actions(simulator, 7, 1, C=3)
+    request = msgspec.structs.replace(case, num_envs=1, num_processes=1)
+    monkeypatch.setenv("PENSTOCK_SIMS_DIR", str(sims_dir(case)))
+    async with run_env(bus) as service:
+        opened = await open_session(bus, LONG_S, **msgspec.structs.asdict(request))
+
+        async def ask(body: ResetRequest | StepRequest) -> bytes:
+            """Send the request three times: twice at once, and once more after the replies. Return the reply."""
+            at, data = subjects.env(opened.session), encode_env(body)
+            replies = await asyncio.gather(*(bus.request(at, data, deadline_s=LONG_S) for _ in range(2)))
+            replies.append(await bus.request(at, data, deadline_s=LONG_S))
+            assert replies[0] == replies[1] == replies[2]
+            return replies[0]
+
+        async def act(seq: int, chunk: NDArray[Any]) -> StepReply:
+            body = StepRequest(seq=seq, auto_reset=False, env_ids=one, actions=chunk, next_state_ids=states())
+            return decode_env(await ask(body), StepReply)
+
+        started = decode_env(await ask(ResetRequest(seq=0, env_ids=one, state_ids=states(31))), ResetReply)
+        found = [await act(1, actions[:, :2]), await act(2, actions[:, 2:])]
+        assert (started.episode_ids.tolist(), found[-1].lengths.tolist()) == ([0], [3])
+        assert service.status()[JOB]["steps"] == 3
+    assert equal(started.observations, simulator.reset(one, states(31)).observations)
+    for reply, chunk in zip(found, (actions[:, :2], actions[:, 2:]), strict=True):
+        expected = step(simulator, one, chunk)
+        assert equal(reply.observations, expected.observations)
+        assert reply.rewards.tolist() == expected.rewards.tolist()
 
 
 def test_gymnasium_is_passed_through_exactly() -> None:
@@ -365,6 +468,38 @@ def test_gymnasium_is_passed_through_exactly() -> None:
     assert t > 5
     env.close()
     simulator.close()
+
+
+def test_images_of_two_cameras_keep_their_names_and_rows(simulator_of_two: Simulator) -> None:
+    """Observations of each environment equal those of the adapter in this process, also where an episode ends."""
+    make = runpy.run_path(str(OWN_SIMS / "two_cameras" / "adapter.py"))["make"]
+    order, seeds, following = ids(2, 0), states(5, 6), states(7, 8)
+    alone = [make("arm", {"horizon": 3}) for _ in seeds]
+    expected = [env.reset(int(seed)) for env, seed in zip(alone, seeds, strict=True)]
+    assert equal(simulator_of_two.reset(order, seeds).observations, stacked(expected))
+    actions = random_actions(simulator_of_two, 9, 2, C=3)
+    seen = step(simulator_of_two, order, actions[:, :2]).observations
+    for column in (0, 1):
+        expected = [env.step(row[column])[0] for env, row in zip(alone, actions, strict=True)]
+    assert equal(seen, stacked(expected))
+    chunk = simulator_of_two.step(order, actions[:, 2:], following)
+    final = [env.step(row[2])[0] for env, row in zip(alone, actions, strict=True)]
+    assert equal(chunk.look(np.ones(2, np.bool_), final=True), stacked(final))
+    assert equal(chunk.observations, stacked([env.reset(int(n)) for env, n in zip(alone, following, strict=True)]))
+    images = [one.shape for one in simulator_of_two.spec.observations.values() if one.is_image]
+    assert images == [(12, 16, 3), (6, 8, 1)], "policies read both through convolutions"
+
+
+@pytest.fixture
+def simulator_of_two() -> Iterator[Simulator]:
+    request = msgspec.structs.replace(CASES["two images"], options={"horizon": 3})
+    opened = open_simulator(request, OWN_SIMS)
+    yield opened
+    opened.close()
+
+
+def stacked(rows: list[Named]) -> Named:
+    return {name: np.stack([one[name] for one in rows]) for name in rows[0]}
 
 
 @pytest.mark.long
@@ -391,20 +526,73 @@ def test_metaworld_gives_the_goals_of_its_benchmark() -> None:
         env.close()
 
 
+EVERY_TASK = """
+import json, runpy, sys
+import metaworld
+import numpy as np
+make = runpy.run_path(sys.argv[1])["make"]
+for name in sorted(metaworld.MT1.ENV_NAMES):
+    env = make(name, {"horizon": 1})
+    starts = [env.reset(state_id)["state"].tolist() for state_id in (0, 0, 77)]
+    observations, reward, over, cut, success = env.step(np.full(4, 0.5, np.float32))
+    after = observations["state"].tolist()
+    print(json.dumps([name, starts, after, reward, over, cut, success, env.spec["action"][0], len(env.state())]))
+    env.close()
+"""
+
+
 @pytest.mark.long
-def test_metaworld_ends_at_success_and_says_so() -> None:
-    """A proportional controller reaches the goal: the episode ends there, once, with success."""
-    simulator = open_simulator(OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld"), NOWHERE)
+@pytest.mark.timeout(LONG_S)
+def test_each_of_the_fifty_tasks_of_metaworld_begins_and_steps() -> None:
+    """One process creates each task in turn, begins an episode of the benchmark twice and another, and steps it."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", EVERY_TASK, str(BACKENDS["metaworld"])],
+        capture_output=True, text=True, timeout=LONG_S, check=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    found = [json.loads(line) for line in run.stdout.splitlines()]
+    assert len({name for name, *_ in found}) == len(found) == 50
+    for name, (first, again, other), after, reward, over, cut, success, action, size in found:
+        assert first == again, name
+        assert first != other, name
+        assert after != other, name
+        assert [len(one) for one in (first, other, after)] == [39, 39, 39], name
+        assert np.isfinite([*first, *other, *after, reward]).all(), name
+        assert (over, cut) == (success, not success), name
+        assert (action, size > 39 * 8) == ([4], True), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stops", [True, False])
+def test_metaworld_ends_a_chunk_where_the_task_is_solved(stops: bool) -> None:
+    """A proportional controller reaches the goal within a chunk: there the episode ends, and with it reward.
+
+    With ``terminate_on_success: false`` the same chunk is executed to its end, and each action is rewarded.
+    """
+    request = OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld", options={"terminate_on_success": stops})
+    simulator = open_simulator(request, NOWHERE)
     try:
-        state = simulator.reset(ids(0), states(0)).observations["state"][0]
-        for _ in range(150):
-            action = np.append(np.clip(10 * (state[-3:] - state[:3]), -1, 1), 0.0).astype(np.float32)
-            chunk = step(simulator, ids(0), action[None, None])
-            state = chunk.observations["state"][0]
-            if chunk.terminated[0, 0]:
-                break
-        assert chunk.success.tolist() == chunk.terminated.tolist() == [[True]]
         assert simulator.spec.has_success
+        state = simulator.reset(ids(0), states(0)).observations["state"][0].copy()
+        for _ in range(100):
+            action = np.append(np.clip(10 * (state[-3:] - state[:3]), -1, 1), 0.0).astype(np.float32)
+            chunk = step(simulator, ids(0), np.repeat(action[None, None], 6, axis=1))
+            state = chunk.observations["state"][0].copy()
+            if chunk.success.any():
+                break
+        first = int(chunk.success[0].argmax())
+        assert 0 < first < 5, "success is neither at the first nor at the last action of the chunk"
+        assert chunk.rewards[0, : first + 1].all()
+        if stops:
+            assert chunk.valid.tolist() == [first + 1]
+            assert chunk.success.sum() == 1
+            assert chunk.terminated.tolist() == chunk.success.tolist()
+            assert not chunk.rewards[0, first + 1 :].any()
+            assert equal(chunk.final_observations, chunk.observations)
+        else:
+            assert chunk.valid.tolist() == [6]
+            assert not chunk.terminated.any()
+            assert chunk.rewards[0, first + 1 :].all()
+        assert not chunk.truncated.any()
     finally:
         simulator.close()
 
@@ -497,41 +685,47 @@ def test_maniskill_films_where_vulkan_draws_and_says_so_elsewhere() -> None:
     assert spec.no_video == "" or "ManiSkill draws with Vulkan, and no driver here can" in spec.no_video
 
 
-SOLVE = """
-import json, runpy, sys
-adapter = runpy.run_path(sys.argv[1])
-env = adapter["make"]("libero_object/0", {"assets": "primitive", "reach_reward": 0.5})
-env.reset(3)
-idle = [0.0] * 6 + [-1.0]
-before = env.step(idle)[1:]
-engine = env._env
-basket = engine.sim.data.body_xpos[engine.obj_body_id["basket_1"]].copy()
-joint = engine.objects_dict[engine.obj_of_interest[0]].joints[0]
-place = engine.sim.data.get_joint_qpos(joint).copy()
-place[:3] = basket + [0, 0, 0.06]
-engine.sim.data.set_joint_qpos(joint, place)
-engine.sim.forward()
-steps = [env.step(idle)[1:] for _ in range(15)]
-print(json.dumps({"before": before, "steps": steps, "torch": "torch" in sys.modules, "task": env.task}))
-"""
-
-
 @SLOW_TO_START
-def test_libero_sees_when_its_goal_is_reached() -> None:
-    """The test puts the soup in the basket, in the simulator's interpreter; the library's own predicate must hold."""
-    python = interpreter_of("libero", sims_dir(SOUP))
-    run = subprocess.run(
-        [python, "-c", SOLVE, str(BACKENDS["libero"])], capture_output=True, text=True, timeout=LONG_S, check=True,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    found = json.loads(run.stdout.splitlines()[-1])
-    reward, terminated, truncated, success = found["before"]
-    assert 0 < reward < 0.5, "a hand above the table is not at the soup"
-    assert not (terminated or truncated or success)
-    reward, terminated, truncated, success = next(one for one in found["steps"] if one[3])
-    assert (reward >= 1.0, terminated, truncated) == (True, True, False)
-    assert found["task"] == "pick the alphabet soup and place it in the basket"
-    assert not found["torch"], "initial states are read without it"
+@pytest.mark.long
+def test_libero_ends_a_chunk_where_its_goal_is_reached() -> None:
+    """A controller takes the cream cheese, carries it over the basket, and opens the hand for one long chunk.
+
+    The cheese falls into the basket within that chunk. Each executed action is rewarded for the hand's nearness.
+    """
+    options = {"assets": "primitive", "reach_reward": 0.5}
+    request = msgspec.structs.replace(SOUP, env_id="libero_object/1", num_envs=1, options=options)
+    simulator = open_simulator(request, sims_dir(request))
+    try:
+        started = simulator.reset(ids(0), states(3))
+        assert started.tasks == ["pick the cream cheese and place it in the basket"]
+        state, stage = started.observations["state"][0].copy(), 0
+        while stage < len(CARRY):
+            hand, cheese, basket = state[28:31], state[39:42], state[53:56]
+            aim, grip, near = CARRY[stage](hand, cheese, basket)
+            move = np.clip(7.5 * (aim - hand), -1, 1)
+            action = np.asarray([*move, 0.0, 0.0, 0.0, grip], np.float32)
+            chunk = step(simulator, ids(0), np.repeat(action[None, None], 4, axis=1))
+            assert not (chunk.success | chunk.terminated | chunk.truncated).any(), f"stage {stage}"
+            assert 0 < chunk.rewards.min() <= chunk.rewards.max() < 0.5
+            state = chunk.observations["state"][0].copy()
+            stage += bool(near(state[28:31], aim))
+        opening = np.asarray([0.0] * 6 + [-1.0], np.float32)
+        chunk = step(simulator, ids(0), np.repeat(opening[None, None], 20, axis=1))
+        first = int(chunk.success[0].argmax())
+        assert 0 < first < 19
+        assert chunk.success.sum() == 1
+        assert chunk.terminated.tolist() == chunk.success.tolist()
+        assert not chunk.truncated.any()
+        assert chunk.valid.tolist() == [first + 1]
+        assert chunk.rewards[0, :first].all()
+        assert chunk.rewards[0, first] > 1.0
+        assert not chunk.rewards[0, first + 1 :].any(), "nothing is paid after the end"
+        assert equal(chunk.final_observations, chunk.observations)
+        mapped = [one.path for child in processes_of(simulator) for one in child.memory_maps()]
+        assert any("libmujoco" in path for path in mapped)
+        assert not any("libtorch" in path for path in mapped), "initial states are read without it"
+    finally:
+        simulator.close()
 
 
 @SLOW_TO_START

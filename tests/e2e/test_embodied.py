@@ -15,12 +15,25 @@ import pytest
 
 from penstock.local.recording import record
 from penstock.services.coordinator.leader.leader_rpc import COORDINATOR
+from penstock.services.trainer.checkpoint.state import read_manifest, save_checkpoint
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.config.base import with_overrides
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
-from penstock.shared.protocol.events import BatchTrained, Dropped, Extended, Finished, JobStarted, LineageForked
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Dropped,
+    Extended,
+    Finished,
+    JobStarted,
+    LineageForked,
+)
 from penstock.shared.runtime.lease import LeaseRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -297,23 +310,66 @@ def simulators(stack: Any) -> list[psutil.Process]:
     return found
 
 
+SAC_CHANGES = (
+    "environment={task: Pendulum-v1, horizon: 50, num_envs: 4, sessions: 1, bytes_per_step: 256}",
+    "policy={type: squashed, hidden_sizes: [32]}", "train.max_updates=24", "checkpoint.every=6",
+    "limits.byte_budget=16777216",
+    "algorithm={type: sac, warmup_transitions: 1000, steps_per_update: 20, batch_size: 64,"
+    " critic_hidden_sizes: [32], buffer: {capacity: 5000}}",
+)  # fmt: skip
+
+
 @pytest.mark.long
-def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) -> None:
-    """A new trainer loads the replay buffer of its checkpoint and repeats later updates with the same digests."""
-    job = submit(
-        stack, "environment={task: Pendulum-v1, horizon: 50, num_envs: 4, sessions: 1, bytes_per_step: 256}",
-        "policy={type: squashed, hidden_sizes: [32]}", "train.max_updates=24", "checkpoint.every=6",
-        "algorithm={type: sac, warmup_transitions: 1000, steps_per_update: 20, batch_size: 64,"
-        " critic_hidden_sizes: [32], buffer: {capacity: 5000}}",
-    )  # fmt: skip
-    for step in (9, 16):
+def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any, tmp_path: Path) -> None:
+    """A new trainer loads the replay buffer of its checkpoint and repeats later updates with the same digests.
+
+    A learner without a break trains the batches of the ledger here; the files of its checkpoint, among them the buffer,
+    are those of the last checkpoint of the job. By then the buffer is full, and has overwritten its first rows.
+    """
+    job = submit(stack, *SAC_CHANGES)
+    for step in (7, 13):
         stack.reach(job, step)
-        stack.kill("trainer-0")
+        kill_between_checkpoints(stack, job, every=6)
     record = stack.finish(job, 150)
     assert (record.status.phase, record.status.step) == ("succeeded", 24), record.status
     stack.check_audit(job)
-    assert not any(isinstance(event, LineageForked) for event in stack.ledger(job))
+    events = stack.ledger(job)
+    assert not any(isinstance(event, LineageForked) for event in events)
+    assert len({event.trainer_epoch for event in events if isinstance(event, BatchTrained)}) >= 3
     stack.check_replay(job, at_least=6)
+    last = [event for event in events if isinstance(event, Checkpointed)][-1]
+    assert last.number == 24
+    paths = stack.data_dir / last.path, unbroken(stack, job, tmp_path)
+    found, expected = (read_manifest(path).manifest.files for path in paths)
+    assert any(name.startswith("replay/") for name in expected)
+    del found["rng.safetensors"], expected["rng.safetensors"]  # torch's generator, which no update reads
+    assert found == expected
+
+
+def kill_between_checkpoints(stack: Any, job: str, *, every: int) -> None:
+    """Kill the trainer at a moment when its newest update is in no checkpoint, so that the next one must repeat it."""
+
+    def killed() -> bool:
+        with stack.frozen("trainer-0"):
+            if stack.updates_to_repeat(job) % every == 0:  # the checkpoint of that update may be under way
+                return False
+            stack.kill("trainer-0")
+        return True
+
+    stack.until(killed, "an update that is in no checkpoint")
+
+
+def unbroken(stack: Any, job: str, folder: Path) -> Path:
+    """Train the batches of a job's ledger from its first version on, in this process; return the checkpoint."""
+    config = EmbodiedJob.parse(with_overrides(copy.deepcopy(JOB), list(SAC_CHANGES)))
+    events, groups = stack.ledger(job), stack.groups(job)
+    spec = next(event for event in events if isinstance(event, JobStarted)).environment
+    sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
+    learner = EmbodiedLearner(config, msgspec.convert(spec, EnvSpec))
+    for batch in sealed.values():
+        shard = BatchShard.whole([groups[one.seq] for one in batch.groups])
+        learner.update(shard, update_index=batch.update_index)
+    return save_checkpoint(folder, job, max(sealed), learner.state(), {})
 
 
 @pytest.mark.long

@@ -1,4 +1,7 @@
-"""A trainer of two ranks: one rank dies, later it hangs; both ranks start again, and no update is lost or repeated."""
+"""A trainer of two ranks: one rank dies, later it hangs; both ranks start again, and no update is lost or repeated.
+
+Two ranks also train a policy that acts in a simulator.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,18 @@ from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageF
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOTAL = 30
+CARTPOLE: dict[str, Any] = {
+    "kind": "embodied",
+    "name": "cartpole",
+    "environment": {"task": "CartPole-v1", "horizon": 50, "num_envs": 4, "sessions": 2, "bytes_per_step": 256},
+    "policy": {"type": "categorical", "hidden_sizes": [16]},
+    "algorithm": {"type": "ppo", "epochs": 2, "minibatches": 2, "value_hidden_sizes": [16]},
+    "backend": {"type": "fsdp"},
+    "train": {"batch_size": 8, "max_updates": 6, "max_lag": 1, "draw_timeout_s": 30},
+    "evaluation": {"episodes": 0},
+    "checkpoint": {"every": 3, "keep": 3},
+    "limits": {"byte_budget": 4 << 20},
+}
 
 
 @pytest.mark.long
@@ -47,3 +62,24 @@ def test_a_trainer_survives_a_rank_that_dies_and_one_that_hangs(stack_of_ranks: 
     assert manifest["number"] == TOTAL
     assert manifest["environment"]["ranks"] == "2"
     assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "model.safetensors"} <= manifest["files"].keys()
+
+
+@pytest.mark.long
+def test_two_ranks_train_a_policy_in_a_simulator(stack_of_ranks: Any) -> None:
+    """Each rank computes its part of every minibatch. A replay, on one rank, comes near: it adds in another order."""
+    stack = stack_of_ranks
+    job = stack.client.submit(CARTPOLE).id
+    record = stack.finish(job, 120)
+    assert (record.status.phase, record.status.step) == ("succeeded", 6), record.status
+    assert stack.check_audit(job)["equation"]["trained"] == 48
+    events = stack.ledger(job)
+    trained = [event for event in events if isinstance(event, BatchTrained)]
+    assert len({event.digest for event in trained}) == 6, "every update changed the weights"
+    for event in (one for one in events if isinstance(one, Checkpointed)):
+        manifest = msgspec.json.decode((stack.data_dir / event.path / "manifest.json").read_bytes())
+        assert manifest["environment"]["ranks"] == "2"
+    *updates, done = stack.client.replay(job)
+    assert done["ok"], done
+    assert "ranks: checkpoint '2', here '1'" in done["summary"]
+    assert len(updates) == 6
+    assert all(row["match"] or row["near"] for row in updates), updates
