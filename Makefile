@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-joining bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -154,6 +154,9 @@ bench-sac: $(BIN)/fonttools $(SB3_VENV)/bin/.stable-baselines3  ## SAC as a job 
 
 bench-takeover: $(BIN)/pytest  ## how long a job stands still when its leader is replaced, with much kept or waiting
 	$(BIN)/python benchmarks/takeover.py $(ARGS)
+
+bench-joining: $(BIN)/pytest  ## how soon a rollout worker that joins contributes, and what is lost when one leaves or is killed
+	$(BIN)/python benchmarks/joining.py --out docs/results/joining.json $(ARGS)
 
 bench-weights: $(BIN)/pytest  ## publish, stage, commit: time and pause
 	$(BIN)/python benchmarks/weights.py $(ARGS)

@@ -123,6 +123,11 @@ class Publishing:
                     publisher.close()
 
     @property
+    def waiting(self) -> tuple[str, float] | None:
+        """Wait for a slot of the thread that writes weights; see ``SlotPool.waiting``."""
+        return None if self._publisher is None else self._publisher.waiting
+
+    @property
     def transports(self) -> list[str]:
         """Return the transports that this process can send by. The coordinator chooses from them."""
         settings = self._settings

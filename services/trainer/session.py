@@ -463,6 +463,9 @@ class TrainerSession:
         elif self._waiting is not None:
             what, subject, since = self._waiting
             row |= {"waiting_for": writing or what, "subject": subject, "since": since}
+        elif (slot := self._publishing.waiting) is not None:
+            since = bus_time() - (time.monotonic() - slot[1])
+            row |= {"waiting_for": slot[0], "subject": subjects.MANIFESTS, "since": since}
         else:
             row["running"] = 1
         return row

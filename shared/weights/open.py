@@ -61,6 +61,11 @@ class Publisher:
             staged.release()
         return msgspec.structs.replace(manifest, refs=tuple(ref for each in (manifest, *further) for ref in each.refs))
 
+    @property
+    def waiting(self) -> tuple[str, float] | None:
+        """Wait of ``publish`` for a slot of shared memory, in another thread; see ``SlotPool.waiting``."""
+        return next((each.waiting for each in self._publishers if isinstance(each, ShmPublisher)), None)
+
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
         """See ``WeightPublisher``."""
         for publisher in self._publishers:

@@ -54,6 +54,11 @@ class ShmPublisher:
         if settings.bulk_host and settings.weight_collective:
             self._broadcast = CollectivePublisher(settings.bulk_host, settings.weight_collective)
 
+    @property
+    def waiting(self) -> tuple[str, float] | None:
+        """Wait of ``publish`` for a slot, in another thread; see ``SlotPool.waiting``."""
+        return self._pool.waiting
+
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
         """Broadcast versions to ``members`` from now on, if the settings enable broadcasts; see
         ``CollectivePublisher.open``."""

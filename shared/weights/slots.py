@@ -24,6 +24,8 @@ from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slo
 __all__ = ["SlotPool", "is_slot_name", "slot_paths", "slot_stem", "turn_path"]
 
 _POLL_S = 0.005
+_LOOK_S = 1.0
+"""Seconds between two looks at who holds the slots during a wait."""
 
 
 def is_slot_name(job: str, name: str) -> bool:
@@ -73,6 +75,9 @@ class SlotPool:
         self._directory, self._job, self._nbytes, self._stem = directory, job, nbytes, stem or slot_stem(job)
         self._max_count = max_count
         self._slots: list[Segment] = []
+        self.waiting: tuple[str, float] | None = None
+        """Text on the current wait of ``acquire``, with the processes that hold the slots, and its start (monotonic);
+        None: it does not wait. Any thread may read it."""
         self.refresh(on_piece)
         while len(self._slots) < count:
             self._slots.append(self._create(on_piece))
@@ -95,22 +100,29 @@ class SlotPool:
             Unavailable: the directory has no room for another slot, and there are no slots, or receivers hold all of
                 them for longer than ``timeout_s``.
         """
-        deadline, full = time.monotonic() + timeout_s, ""
-        while True:
-            self._slots = [slot for slot in self._slots if slot.is_current()]  # not one that a cleanup removed
-            if (free := self._free(epoch, keep)) is not None:
-                return free
-            if len(self._slots) < self._max_count and not full:
-                try:
-                    self._slots.append(self._create(on_piece))
-                    continue
-                except Unavailable as error:  # a reader may release one of the others soon
-                    full = str(error)
-            if full and not self._slots:
-                raise Unavailable(full)
-            if time.monotonic() > deadline:
-                raise self._too_few(full, timeout_s)
-            time.sleep(_POLL_S)
+        began, full = time.monotonic(), ""
+        deadline, look_at = began + timeout_s, began + _LOOK_S
+        try:
+            while True:
+                self._slots = [slot for slot in self._slots if slot.is_current()]  # not one that a cleanup removed
+                if (free := self._free(epoch, keep)) is not None:
+                    return free
+                if len(self._slots) < self._max_count and not full:
+                    try:
+                        self._slots.append(self._create(on_piece))
+                        continue
+                    except Unavailable as error:  # a reader may release one of the others soon
+                        full = str(error)
+                if full and not self._slots:
+                    raise Unavailable(full)
+                if (now := time.monotonic()) > deadline:
+                    raise self._too_few(full, timeout_s)
+                if now > look_at:
+                    self.waiting = f"a weight slot: all {len(self._slots)} are in use, by {self._holders()}", began
+                    look_at = now + _LOOK_S
+                time.sleep(_POLL_S)
+        finally:
+            self.waiting = None
 
     def _free(self, epoch: int, keep: WeightManifest | None) -> Segment | None:
         """Lock a slot that may be written and return it; None if there is none now."""

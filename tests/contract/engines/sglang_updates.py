@@ -175,3 +175,21 @@ async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(b
     again = joined()
     await again.start()
     assert (await again.generate(bench.ask("again", max_new_tokens=40))).samples[0].token_ids == sample.token_ids
+
+
+async def test_a_server_whose_worker_was_killed_goes_on_once_another_joins(bench: Any, joined: Any) -> None:
+    killed = joined()
+    await killed.start()
+    server = EngineServer("SGLang", killed._server.url)
+    await killed.close()
+    await server.post("/pause_generation", {"mode": "retract"}, "pause")  # the last request of a worker killed then
+    body = {"rid": "other", "input_ids": list(bench.prompt), "sampling_params": {"max_new_tokens": 1}}
+    other = asyncio.create_task(server.post("/generate", body, "answer another client"))
+    done, _ = await asyncio.wait({other}, timeout=0.5)
+    assert not done, "no time limit ends a pause"
+    follower = joined()
+    await follower.start()
+    sample = (await follower.generate(bench.ask("follower", max_new_tokens=40))).samples[0]
+    assert (len(sample.token_ids), bench.error(sample) < 1e-4) == (40, True)
+    assert (await other)["meta_info"]["completion_tokens"] <= 1
+    await server.close()

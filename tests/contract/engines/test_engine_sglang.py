@@ -21,8 +21,11 @@ SLOTS = tuple(
     )
 )  # fmt: skip
 """Tests of engines that keep a slot open; SGLang's server reads a file of the worker: see ``sglang_updates.py``."""
-OWN = ("sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",)
-"""A test that starts a second server, for which a GPU may have no room."""
+OWN = (
+    "sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",
+    "sglang_updates.py::test_a_server_whose_worker_was_killed_goes_on_once_another_joins",
+)
+"""Tests that start a second server, for which a GPU may have no room."""
 
 
 @pytest.mark.long
