@@ -221,6 +221,16 @@ class ServiceSettings(BaseSettings):
     """Age (seconds) at which records of the audit log are removed (coordinator); default: only when their stream, of
     at most 256 MiB, needs space."""
 
+    @field_validator("weight_disk", mode="before")
+    @classmethod
+    def _is_absolute(cls, value: object) -> Path | None:
+        if value is None or value == "":  # as Compose passes a variable that is not set
+            return None
+        path = Path(str(value)).expanduser()
+        if not path.is_absolute():
+            raise ValueError(f"'{value}' must be an absolute path")
+        return path
+
     @field_validator("stream_replicas")
     @classmethod
     def _has_majority(cls, replicas: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -26,6 +27,8 @@ from penstock.shared.weights.flat import check_layout, fill, view
 from penstock.shared.weights.local import BufferPool, LocalStaged
 
 __all__ = ["DiskPublisher", "DiskReceiver", "remove_files", "weights_directory"]
+
+logger = logging.getLogger(__name__)
 
 _EPOCH_DIGITS = 8
 
@@ -146,8 +149,12 @@ def remove_files(settings: ServiceSettings, job: str) -> None:
     if settings.weight_disk is None:
         return
     directory = weights_directory(settings, job)
-    for path in directory.glob("*"):
-        path.unlink(missing_ok=True)
+    try:
+        for pattern in ("*.safetensors", "*.tmp", ".tmp*"):  # safetensors writes to a file named .tmp… first
+            for path in directory.glob(pattern):
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("weight files of %s stay in %s: %s", job, directory, error)
     with contextlib.suppress(OSError):  # another trainer still writes, or there is none
         directory.rmdir()
 
@@ -161,6 +168,7 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         save_file(tensors, temporary, metadata=metadata)
+        temporary.chmod(0o666 & ~_umask())
         _sync(temporary)
         temporary.rename(path)
     finally:
@@ -207,6 +215,12 @@ def _take(file: FileIO, target: NDArray[np.uint8]) -> NDArray[np.uint8]:
             raise WeightsError("the file is cut off")
         left = left[count:]
     return target
+
+
+def _umask() -> int:
+    """Return the umask of this process, which Linux names without changing it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)
 
 
 def _sync(path: Path) -> None:

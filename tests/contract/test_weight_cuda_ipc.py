@@ -200,7 +200,7 @@ def test_a_peer_reads_and_others_use_shared_memory(plane: Plane) -> None:
     ways = {}
     for memory in (plane.memory, peer, stranger):
         receiver = open_receiver(plane.settings, LAYOUT, memory=memory)
-        assert receiver.transports == ["cuda_ipc", "shm", "tcp", "disk"]
+        assert receiver.transports == ["cuda_ipc", "shm", "tcp"]
         ways[memory.device] = receiver.stage(manifest).way.transport
     assert ways == {"GPU-0": "cuda_ipc", "GPU-1": "cuda_ipc", "GPU-2": "shm"}
     receiver = open_receiver(plane.settings, LAYOUT, memory=peer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,6 +294,20 @@ def test_only_the_newest_files_and_the_served_one_stay_on_disk(disk: ServiceSett
     assert served is not None
     for kept in (served, manifest):
         assert_equal(DiskReceiver(disk, layout).stage(kept).tensors(), weights(kept.version))
+
+
+def test_files_have_the_mode_of_the_umask_and_strange_ones_stay(disk: ServiceSettings, tmp_path: Path) -> None:
+    layout, folder = layout_of(weights(0).items()), tmp_path / "disk" / "job_a"
+    before = os.umask(0o027)
+    try:
+        open_publisher("job_a", layout, disk, transports=("disk",)).publish(weights(1).items(), version=1, epoch=1)
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o640]
+    folder.joinpath(".tmpAbC").write_bytes(b"partial")
+    folder.joinpath(".nfs01.tmp").mkdir()  # cannot be unlinked, like a file of NFS that is still open
+    cleanup("job_a", disk)
+    assert ".nfs01.tmp" in {path.name for path in folder.iterdir()}
 
 
 def test_a_file_that_is_cut_off_is_refused(disk: ServiceSettings, tmp_path: Path) -> None:

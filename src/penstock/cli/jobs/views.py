@@ -191,7 +191,9 @@ def samples(
         rows = client.samples(record.id, step=step, sort=sort, env=env, limit=limit)
         is_shown = record.spec.get("kind") == "embodied" and not as_json
         films = client.videos(record.id) if is_shown else []
-        measured = held_out_line(client.metrics(record.id, names=",".join(HELD_OUT))) if is_shown else ""
+        measured = (
+            held_out_line(client.metrics(record.id, names=",".join(HELD_OUT), max_points=10_000)) if is_shown else ""
+        )
     if as_json:
         show_json(rows)
         return
