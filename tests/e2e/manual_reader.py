@@ -251,6 +251,8 @@ class Reader:
         words += shlex.split(ADDED.get(verb, ""))
         if words[0] in ("backup", "restore") and "--data-dir" not in words:
             words += ["--data-dir", str(self.stack.data_dir if words[0] == "backup" else self.folder / "restored")]
+        if words[:2] == ["submit", "examples/agent.yaml"]:
+            self.end_agent()
         if words[0] in ("submit", "sweep"):
             words += self.smaller(Path(words[1]))
         if words[0] == "record":
@@ -429,6 +431,13 @@ class Reader:
         job = self.stack.client.submit(with_overrides(spec, SMALLER["online_rl"])).id
         self.until_it_runs(job)
         self.stack.until(lambda: self.ask(AGENT).is_success, "the agent answers", 90)
+
+    def end_agent(self) -> None:
+        """Cancel the agent that an earlier snippet of the page made necessary: two jobs cannot serve one name."""
+        for row in self.stack.client.list(limit=100):
+            if row.name == AGENT and row.status.phase not in TERMINAL_PHASES:
+                self.stack.client.cancel(row.id)
+                self.stack.until(lambda job=row.id: self.stack.status(job).phase in TERMINAL_PHASES, "the agent's end")
 
     def ask(self, model: str) -> httpx.Response:
         """Send a chat request to a served model; return the reply."""
