@@ -27,7 +27,7 @@ from penstock.shared.protocol.weights import WeightRoutes
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
-MOST = 0.25
+MOST = 0.4
 """Upper bound of what a rank needs while it publishes, relative to the whole weights. The largest unit that is gathered
 at once is 1/16 of them."""
 MODEL = {
