@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.services.trainer.batch import replay_buffer
 from penstock.services.trainer.replay import Replay
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
@@ -35,7 +36,6 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, ReplayRow, Report
-from penstock.shared.runtime import host_memory
 from penstock.shared.transport.bus import Bus
 from tests.unit.trainer.episode_batches import CHUNK, group_of, job_of, spec_of
 
@@ -246,8 +246,8 @@ async def test_a_replay_buffer_larger_than_the_memory_is_refused(
     (tmp_path / "slice" / "memory.max").write_text(f"{1 << 20}\n")
     (tmp_path / "slice" / "trainer" / "memory.max").write_text("max\n")
     (tmp_path / "cgroup").write_text("0::/slice/trainer\n")
-    monkeypatch.setattr(host_memory, "MEMBERSHIP", tmp_path / "cgroup")
-    monkeypatch.setattr(host_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(replay_buffer, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(replay_buffer, "CGROUP_MOUNT", tmp_path)
     row = 4 * (2 * 5 + 2 * CHUNK + 1) + 1  # of 'Reach': five observed numbers, two for each action
     most = (1 << 20) // (2 * row)
     for capacity, fits in ((most + 1, False), (most, True)):

@@ -121,11 +121,11 @@ def judge(
 def has_signal(header: GroupHeader, *, has_success: bool) -> bool:
     """Return True if a group can teach something by comparing its trajectories.
 
-    ``has_success``: the job's simulator reports success. Then some episodes must succeed and others not, because dense
-    returns hardly ever coincide. Otherwise, and for groups of earlier versions, the rewards must differ.
+    The rewards must differ. ``has_success``: the job's simulator reports success. Then some episodes must also succeed
+    and others not, because dense returns hardly ever coincide; groups of earlier versions do not say which succeeded.
     """
-    if has_success and header.succeeded:
-        return len({header.succeeded[i] for i in header.counted}) > 1
+    if has_success and header.succeeded and len({header.succeeded[i] for i in header.counted}) < 2:
+        return False
     return header.has_signal
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -19,10 +21,11 @@ from penstock.services.trainer.batch.episodes import Transitions
 from penstock.shared.config.embodied import ReplayBufferConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.runtime.host_memory import memory_bytes
 
 __all__ = ["ReplayBuffer", "sampled_rows"]
 
+CGROUPS = Path("/proc/self/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
 _COUNTERS = ("inserted", "groups")
 """Entries of the state besides the columns."""
 
@@ -156,3 +159,34 @@ class ReplayBuffer:
         self.inserted = inserted
         for name, column in self._columns.items():
             column[:kept] = state[name].numpy()
+
+
+def memory_bytes() -> int:
+    """Return the memory of this host, or the lowest limit of this process's cgroups (version 1 or 2) if it is less."""
+    found = [psutil.virtual_memory().total]
+    try:
+        lines = CGROUPS.read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found += _limits(CGROUP_MOUNT, path, "memory.max")
+        elif "memory" in controllers.split(","):
+            found += _limits(CGROUP_MOUNT / "memory", path, "memory.limit_in_bytes")
+    return min(found)
+
+
+def _limits(root: Path, path: str, name: str) -> list[int]:
+    """Return the limits of a cgroup and of those above it. In a container ``path`` may not exist below ``root``."""
+    folder, limits = root / path.lstrip("/"), []
+    for one in (folder, *folder.parents):
+        if not one.is_relative_to(root):
+            break
+        try:
+            text = (one / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # without a limit: "max"
+            limits.append(int(text))
+    return limits

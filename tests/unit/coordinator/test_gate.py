@@ -65,7 +65,7 @@ YES, NO, MIXED = [True] * 3, [False] * 3, [True, False, True]
         ({"succeeded": YES}, True, False),
         ({"succeeded": NO}, True, False),
         ({"succeeded": MIXED}, True, True),
-        ({"succeeded": MIXED, "rewards": [1.0] * 3}, True, True),
+        ({"succeeded": MIXED, "rewards": [1.0] * 3}, True, False),
         ({"succeeded": MIXED, "failed": [False, True, False]}, True, False),
         ({"succeeded": NO}, False, True),
         ({"succeeded": MIXED, "rewards": [1.0] * 3}, False, False),
