@@ -141,12 +141,12 @@ def test_judge_is_not_asked_again_after_a_lasting_failure(web: Any, status: int,
 
 
 def test_judge_gives_up_at_its_deadline(web: Any, open_judge: OpenJudge) -> None:
-    web.answer = lambda _: web.reply("busy", 429, Retry_After="1")
-    assert "answers 429" in str(one(open_judge(deadline_s=0.5)))
+    web.answer = lambda _: web.reply("busy", 429, Retry_After="60")
+    assert "answers 429" in str(one(open_judge(deadline_s=5)))
     web.answer = lambda _: web.reply(completion_of("score: 10"), wait_s=60)
     assert "before the deadline" in str(one(open_judge(deadline_s=0.5)))
     web.released.set()
-    away = open_judge(base_url=f"http://127.0.0.1:{free_port()}", deadline_s=0.5)
+    away = open_judge(base_url=f"http://127.0.0.1:{free_port()}", deadline_s=3)
     assert "cannot be reached" in str(one(away))
 
 
