@@ -30,8 +30,8 @@ LESS_SIGNAL, MORE_SIGNAL = 0.8, 0.6
 and WHOLE bound the share of truncated completions, UNSCORED and SCORED that of completions without a score."""
 SOLVED = 0.9
 """A task counts as solved if the mean reward exceeds the lowest reward seen by at least this share of the range of all
-rewards seen, or if this share of the episodes succeeds. It is then normal that the rewards of a group are equal, or
-that all its episodes succeed."""
+rewards seen, or if this share of the episodes that arrive succeeds. It is then normal that the rewards of a group are
+equal, or that all its episodes succeed."""
 TRUNCATED, WHOLE = 0.3, 0.2
 UNSCORED, SCORED = 0.01, 0.005
 COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
@@ -51,7 +51,7 @@ LEAST_RATE, MOST_RATE, MOST_PRETRAINED_RATE = 1e-8, 1e-2, 1e-3
 """Bounds outside which a learning rate is likely a mistake; the last one is for all weights of a pretrained model."""
 FOLLOWED = (
     "reward/mean", "groups/count", "groups/no_signal", f"dropped/{NO_SIGNAL}", "policy/entropy", "policy/approx_kl",
-    "length/truncated", "sequences/arrived", "sequences/unscored", "success/rate", *GRADIENTS,
+    "length/truncated", "sequences/arrived", "sequences/unscored", "sequences/succeeded", *GRADIENTS,
 )  # fmt: skip
 
 Row = dict[str, float]
@@ -142,16 +142,21 @@ class Health:
     @property
     def _solved(self) -> bool:
         """True if the newest mean rewards are near the best reward ever seen, and not all rewards so far were equal, or
-        if most of the newest episodes solved their task."""
+        if most of the newest episodes that arrived solved their task; those trained may be only the hard ones."""
         low, high = self._range
-        newest, successes = self._window("reward/mean"), self._window("success/rate")
-        if successes and fmean(successes) >= SOLVED:
+        newest = self._window("reward/mean")
+        succeeded, arrived, lost = (self._count(f"sequences/{name}") for name in ("succeeded", "arrived", "unscored"))
+        if succeeded and succeeded >= SOLVED * (arrived - lost):
             return True
         return bool(newest) and high > low and fmean(newest) >= low + SOLVED * (high - low)
 
     def _window(self, name: str) -> list[float]:
         newest = list(self._rows)[-WINDOW:]
         return [row[name] for _, row in newest if name in row]
+
+    def _count(self, name: str) -> float:
+        """Return the sum of a count over the newest updates, with what was counted since."""
+        return sum(self._window(name)) + self.recent.get(name, 0.0)
 
     def _has_settled(self, values: Sequence[float], least: int = SETTLED) -> bool:
         return len(values) >= (2 if self._ended else least)
@@ -194,8 +199,7 @@ class Health:
         )
 
     def _scorer_failures(self, was: bool) -> str:
-        arrived = sum(self._window("sequences/arrived")) + self.recent.get("sequences/arrived", 0.0)
-        failed = sum(self._window("sequences/unscored")) + self.recent.get("sequences/unscored", 0.0)
+        arrived, failed = self._count("sequences/arrived"), self._count("sequences/unscored")
         if not failed or failed / arrived < (SCORED if was else UNSCORED):
             return ""
         reason = f"; the newest error: {self.error}" if self.error else ""

@@ -62,6 +62,8 @@ class Tally:
         if not duplicate:
             self._since["sequences/arrived"] += len(header.failed) + lost
             self._since["sequences/unscored"] += sum(header.failed) + lost
+            if header.succeeded:
+                self._since["sequences/succeeded"] += sum(header.succeeded[i] for i in header.counted)
 
     def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
         """Count decisions that are about to be committed; ``candidates``: the groups as they are before the commit."""

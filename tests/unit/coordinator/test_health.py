@@ -71,11 +71,15 @@ def test_groups_without_variance_raise_a_warning() -> None:
 
 @pytest.mark.parametrize(("success", "kinds"), [(1.0, []), (0.0, ["no_signal"])])
 def test_episodes_that_all_succeed_need_no_signal(success: float, kinds: list[str]) -> None:
-    """Dense returns vary far below the best one, though each episode solves the task."""
+    """Dense returns vary far below the best one, though each episode that arrives solves the task.
+
+    The episodes that are trained solve it less often, because groups that all succeed are replaced.
+    """
     sampled = {"type": "grpo", "dynamic_sampling": {}}
     health = Health(parse_training({**EMBODIED, "algorithm": sampled}))
     for number in range(1, 11):
-        values = {"reward/mean": 0.4, "dropped/no_signal": 12.0, "success/rate": success}
+        values = {"reward/mean": 0.4, "dropped/no_signal": 12.0, "success/rate": 0.5, "sequences/arrived": 112.0,
+                  "sequences/succeeded": 112 * success}  # fmt: skip
         health.take(number, {**WELL, **values})
     assert [change.kind for change in health.judge()] == kinds
     assert success or "or all succeed, or all fail" in health.warnings["no_signal"]

@@ -6,6 +6,7 @@ import csv
 import io
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.api.jobs.observe import as_csv, as_parquet
 from penstock.services.coordinator.queries.samples import choose_samples
@@ -78,6 +79,18 @@ def test_every_token_is_generated_once_and_trained_or_dropped() -> None:
     assert again["tokens/generated"] == 0
     assert again["tokens_total/generated"] == 1165
     assert not any(name.startswith("dropped") for name in again)
+
+
+def test_solved_episodes_are_counted_whether_trained_or_dropped() -> None:
+    tally = Tally(groups_per_batch=1, sources=[""])
+    mixed = replace(header(0, [5, 5, 5]), succeeded=[True, False, True], failed=[False, False, True])
+    tally.on_group(mixed, duplicate=False)
+    solved = replace(header(1, [5, 5, 5]), succeeded=[True, True, True])
+    tally.on_group(solved, duplicate=False)
+    tally.on_group(solved, duplicate=True)
+    tally.on_events([dropped("no_signal", 1, lengths=[5])], {Draw(1): Candidate(1, solved, Verdict.ACCEPT)})
+    row = tally.row(batch(5), trained_tokens=15, now=1.0)
+    assert (row["sequences/succeeded"], row["sequences/arrived"], row["sequences/unscored"]) == (4, 6, 1)
 
 
 def test_trained_groups_are_counted_by_source() -> None:
