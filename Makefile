@@ -11,7 +11,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
+.PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test sims-test up down \
 	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-joining bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
@@ -101,6 +101,11 @@ compose-robot-test: compose-config  ## build the image with MetaWorld, train an 
 
 compose-vllm-test: compose-config  ## build the image with vLLM (gigabytes), train, audit, chat: all in containers
 	tests/e2e/compose_vllm.sh
+
+sims-test: $(BIN)/pytest  ## the simulator contract with ManiSkill and LIBERO, in environments of their own (installs them: gigabytes)
+	for name in maniskill libero; do $(BIN)/penstock sims install $$name || exit; done
+	PENSTOCK_REQUIRE_SIMULATORS="maniskill libero" $(BIN)/pytest -n0 -m "" -k "maniskill or libero" \
+		tests/contract/test_simulators.py tests/contract/test_simulator_snapshots.py tests/contract/test_simulator_pictures.py
 
 up:  ## the whole system in containers
 	sh deploy/secrets.sh
