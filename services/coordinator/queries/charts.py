@@ -33,7 +33,7 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["Charts", "columns", "largest_triangles", "metric_names", "newest_evaluation", "timeline"]
+__all__ = ["Charts", "columns", "largest_triangles", "metric_names", "newest_evaluation", "thinned", "timeline"]
 
 HELD_OUT = ("eval/success", "eval/return", "eval/length")
 
@@ -96,8 +96,8 @@ def columns(
 ) -> dict[str, Any]:
     """Return ``{"steps", "wall", "series": {name: [...]}}``. Rows of one step are merged; later rows override.
 
-    Down-sampling keeps the first and the last step, and steps between them where the curves turn. No value is
-    interpolated.
+    Down-sampling keeps the first and the last step, all values of curves with few of them (such as evaluations), and
+    steps where the other curves turn. No value is interpolated.
     """
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -110,7 +110,7 @@ def columns(
     found = sorted({name for step in order for name in steps[step]} - {"wall"})
     if len(order) > max_points > 1:
         curves = [[steps[step].get(name) for step in order] for name in found]
-        order = [order[place] for place in largest_triangles(order, curves, max_points)]
+        order = [order[index] for index in thinned(order, curves, max_points)]
     return {
         "steps": order,
         "wall": [steps[step]["wall"] for step in order],
@@ -135,6 +135,19 @@ def newest_evaluation(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     values = {name: row["values"].get(name) for name in HELD_OUT}
     return {"step": row["step"], "version": row["version"], "values": values}
+
+
+def thinned(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_points: int) -> list[int]:
+    """Return ascending indices of at most ``max_points`` >= 2 steps; the first and the last step are always kept.
+
+    Up to half of them are all steps of the curves with the fewest values; ``largest_triangles`` chooses the others.
+    """
+    kept: set[int] = set()
+    for known in sorted(([i for i, value in enumerate(curve) if value is not None] for curve in curves), key=len):
+        if len(kept.union(known)) > max_points // 2 or max_points < 4:
+            break
+        kept.update(known)
+    return sorted(kept.union(largest_triangles(steps, curves, max_points - len(kept))))
 
 
 def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_points: int) -> list[int]:

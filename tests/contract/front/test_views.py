@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.queries.charts import largest_triangles, timeline
+from penstock.services.coordinator.queries.charts import columns, largest_triangles, thinned, timeline
 from penstock.services.coordinator.training.checkpoints import Artifacts
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol import subjects
@@ -244,6 +244,24 @@ def test_thinning_keeps_the_ends_and_where_curves_turn() -> None:
     assert len(largest_triangles(steps, [gaps], 10)) == 10
     assert largest_triangles(steps, [], 5)[0] == 0
     assert largest_triangles([1, 2], [[1.0, 2.0]], 10) == [0, 1]
+
+
+def test_thinning_keeps_every_value_of_a_curve_with_few() -> None:
+    steps = list(range(2000))
+    dense: list[list[float | None]] = [list(np.sin(np.arange(2000) / k)) for k in (3, 20, 150)]
+    held_out: list[float | None] = [i / 2000 if i % 50 == 7 else None for i in steps]
+    rows = [
+        {"step": i, "time": float(i), "values": {f"dense/{k}": curve[i] for k, curve in enumerate(dense)}}
+        for i in steps
+    ] + [{"step": i, "time": float(i), "values": {"eval/success": held_out[i]}} for i in steps if i % 50 == 7]
+    shown = columns(rows, names=None, step_from=None, step_to=None, max_points=400)
+    assert (len(shown["steps"]) <= 400, shown["steps"][0], shown["steps"][-1]) == (True, 0, 1999)
+    assert [value for value in shown["series"]["eval/success"] if value is not None] == held_out[7::50]
+    for points in (2, 3, 4, 40, 1999):
+        chosen = thinned(steps, [*dense, held_out], points)
+        assert len(chosen) <= points
+        assert chosen == sorted(set(chosen))
+        assert (chosen[0], chosen[-1]) == (0, 1999)
 
 
 def test_spans_of_an_update() -> None:
