@@ -114,7 +114,7 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
             return "stop"
         if num == wanted.max_new_tokens:
             return "length"
-        self._dispatch.tell(completion, [token])
+        self._dispatch.deliver(completion, [token])
         return None
 
     async def _score(self, number: int, token_ids: list[int], top_logprobs: int) -> tuple[list[float], list[Likely]]:

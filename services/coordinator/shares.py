@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 OVERHEAD_BYTES = 160
 """Approximate size of a stored message's subject, headers and framing."""
 RETRY_S = 1.0
-LOOK_S = 5.0
+POLL_S = 5.0
 KEY_SHARE = 0.95
 """Share that a key may use of the part of a job's space that the job's other keys leave free."""
 PLACES = 1024
@@ -119,7 +119,7 @@ class FeedbackShares:
                     await self._drop_removed(job, state.last_seq)
             except Unavailable as error:
                 logger.info("shares of FEEDBACK are not known: %s", error)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _drop_removed(self, job: str, last_seq: int) -> None:
         first = last_seq + 1

@@ -392,7 +392,7 @@ class RolloutSession:
                 with self._written():
                     reply = await self._score(group, key)
                 rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
-        await self._tickets.tell(ticket, key, rewards, failed=failed, greedy=greedy)
+        await self._tickets.report(ticket, key, rewards, failed=failed, greedy=greedy)
 
     @contextmanager
     def _written(self) -> Iterator[None]:
@@ -405,7 +405,7 @@ class RolloutSession:
 
     async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
         if self._is_measure(ticket):
-            await self._tickets.tell(ticket, key, [0.0], failed=[True], greedy=[False])
+            await self._tickets.report(ticket, key, [0.0], failed=[True], greedy=[False])
             return
         worker = self._settings.worker_id
         group = failed_group(job=self.job, draw=ticket.draw, epoch=ticket.epoch, worker=worker, error=reason)

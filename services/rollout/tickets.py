@@ -193,7 +193,7 @@ class TicketTaker:
         if ticket.version is not None and policy.version > ticket.version:  # versions rise: it will not come again
             raise LeftBehind(f"version {ticket.version} was left behind for {policy.version}")
 
-    async def tell(
+    async def report(
         self,
         ticket: Ticket,
         key: str,

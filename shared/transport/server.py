@@ -67,7 +67,7 @@ class _Process:
         self.port = port
         """Port; 0 until the first start if any free port was requested, constant afterwards."""
         self.log = self.directory / f"{self.name}.log"
-        self.tell: Callable[[str], None] = log.warning
+        self.report: Callable[[str], None] = log.warning
         """Called with progress messages of a slow start."""
         self._starting = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -98,7 +98,7 @@ class _Process:
         """Start the process and wait until clients can connect. Blocks: about 20 ms, or as long as the store needs.
 
         Opening a large store may take long: this call waits while the process is alive and makes progress, and reports
-        the progress to ``tell``. ``stop`` and ``kill``, from another thread, end the wait.
+        the progress to ``report``. ``stop`` and ``kill``, from another thread, end the wait.
 
         Raises:
             ConfigError: the binary is missing, the port is in use, another server uses the directory, or the process
@@ -143,7 +143,7 @@ class _Process:
             if now - told >= REPORT_S:
                 told = now
                 doing = self._lines(offset)[-1]
-                self.tell(f"{self.name} has been starting for {now - began:.0f} s; its last line of log: {doing}")
+                self.report(f"{self.name} has been starting for {now - began:.0f} s; its last line of log: {doing}")
             time.sleep(min(POLL_S * 10, POLL_S + (now - began) / 100))
 
     def stop(self, *, deadline_s: float = 10.0) -> None:

@@ -133,12 +133,12 @@ class HostCopies:
         """
         layout, steps = manifest.layout, itertools.count(1)
 
-        def tell() -> None:
+        def report() -> None:
             os.pwrite(turn.fd, _PROGRESS.pack(manifest.version, next(steps)), 0)
 
-        tell()
+        report()
         try:
-            slot = self._pool(manifest, tell).acquire(epoch=manifest.epoch, timeout_s=_ROOM_S, on_piece=tell)
+            slot = self._pool(manifest, report).acquire(epoch=manifest.epoch, timeout_s=_ROOM_S, on_piece=report)
         except (Unavailable, DeadlineError) as error:
             self._go_alone(manifest, str(error))
             return None
@@ -148,7 +148,7 @@ class HostCopies:
             sequence = read_slot(slot).sequence | 1
             header = SlotHeader(sequence, manifest.version, manifest.epoch, layout.nbytes, layout.id)
             write_slot(slot, header)
-            if _digest_of_fetched(slot.data, fetch, tell) != manifest.digest:
+            if _digest_of_fetched(slot.data, fetch, report) != manifest.digest:
                 raise WeightsError(
                     f"version {manifest.version}: the fetched bytes do not match digest {manifest.digest}"
                 )

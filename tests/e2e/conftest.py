@@ -51,7 +51,7 @@ WAIT_MS = 60_000
 DESKTOP = {"width": 1440, "height": 1000}
 USER_CODE = Path(__file__).with_name("user_code")
 TASKSETS = Path(__file__).parents[1] / "clients" / "environments"
-LOOK_S = 0.1
+POLL_S = 0.1
 EXPERIENCE_BYTES, LEDGER_BYTES = 80 << 20, 32 << 20
 """Sizes of the streams EXPERIENCE and LEDGER, small enough that a test can fill them."""
 
@@ -249,7 +249,7 @@ class Deployment:
                 pass
             if time.monotonic() > deadline:
                 pytest.fail(f"{what}: not within {seconds:g} s; {details()}; restarts: {self.messages}")
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
     def check_audit(self, job: str) -> dict[str, Any]:
         """Check that the draws in the status add up and that the audit finds no violation; return the audit."""

@@ -78,14 +78,14 @@ def test_an_installation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatc
     monkeypatch.setattr(engines, "LOCKS", pins)
     messages: list[str] = []
     with pytest.raises(Unavailable, match=r"step 2 of 2.* goes on from here"):
-        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=messages.append)
+        install_engine("vllm", tmp_path, base=Path(sys.executable), report=messages.append)
     assert any("step 1 of 2" in line for line in messages)
     with pytest.raises(ConfigError, match="was interrupted; run: penstock engines install vllm"):
         engine_python("vllm", tmp_path)
     wheel(tmp_path, "second")
     messages.clear()
     with pytest.raises(Unavailable, match="No module named"):  # two small wheels do not make vLLM
-        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=messages.append)
+        install_engine("vllm", tmp_path, base=Path(sys.executable), report=messages.append)
     assert [line for line in messages if line.startswith("step")] == [
         f"step 2 of 2: {tmp_path}/second-1.0-py3-none-any.whl ..."
     ]
@@ -116,5 +116,5 @@ def test_a_complete_engine_works_and_is_left_as_it_is(python_with: Callable[[str
     folder = python.parents[2]
     assert engine_problem("vllm", folder) == ""
     messages: list[str] = []
-    assert install_engine("vllm", folder, base=Path(sys.executable), tell=messages.append) == python
+    assert install_engine("vllm", folder, base=Path(sys.executable), report=messages.append) == python
     assert messages == []

@@ -119,7 +119,7 @@ def test_a_server_that_takes_long_is_waited_for(work: str, tmp_path: Path, monke
     monkeypatch.setattr(servers, "REPORT_S", 0.5)
     messages: list[str] = []
     server = NatsServer(tmp_path)
-    server.tell = messages.append
+    server.report = messages.append
     _slow(server, monkeypatch, 2.5, work)
     server.start(silence_s=1.0)
     assert server.running
@@ -141,7 +141,7 @@ async def test_the_disk_guard_does_not_interrupt_a_start(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a server opens its store, its health check reports that JetStream is off."""
-    monkeypatch.setattr(disk_guard, "LOOK_S", 0.01)
+    monkeypatch.setattr(disk_guard, "POLL_S", 0.01)
     monkeypatch.setattr(nats_server, "flaw", lambda: "JetStream is off")
     monkeypatch.setattr(nats_server, "_starting", True)
     messages: list[str] = []

@@ -34,7 +34,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_a_job_that_floods_is_refused_and_no_other(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(shares_module, "POLL_S", 0.05)
     monkeypatch.setattr(shares_module, "LOOKED_AT", 0.0)
     monkeypatch.setattr(shares_module, "PLACES", 1)
     state = await bus.stream_state(subjects.FEEDBACK)
@@ -63,7 +63,7 @@ async def test_a_job_that_floods_is_refused_and_no_other(bus: Bus, monkeypatch: 
 async def test_a_key_that_floods_a_job_is_refused_and_no_other_key_of_it(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares_module, "LOOK_S", 0.05)
+    monkeypatch.setattr(shares_module, "POLL_S", 0.05)
     monkeypatch.setattr(shares_module, "LOOKED_AT", 0.0)
     monkeypatch.setattr(shares_module, "PLACES", 1)
     state = await bus.stream_state(subjects.FEEDBACK)

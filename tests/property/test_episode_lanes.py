@@ -301,13 +301,13 @@ def test_noise_is_the_same_however_many_blocks_are_taken(counts: list[int], seed
 def test_open_sessions_share_the_waiting_episodes() -> None:
     queue, episodes = EpisodeQueue(2), [Episode(reset_id=number) for number in range(8)]
     queue.add(episodes)
-    queue.tell(0, 0)
-    queue.tell(1, 0)
+    queue.report(0, 0)
+    queue.report(1, 0)
     assert queue.take(0, 8) == episodes[:4]
-    queue.tell(0, 4)
+    queue.report(0, 4)
     assert queue.take(0, 4) == [], "the other session may still take its share"
     episodes[4].unwanted = True
-    queue.tell(1, None)
+    queue.report(1, None)
     assert queue.take(0, 3) == episodes[5:8], "the other session is no longer open"
 
 
@@ -317,10 +317,10 @@ def test_no_lane_stays_free_while_episodes_wait() -> None:
     running, free = [3, 0], [1, 4]
     queue.add([Episode(reset_id=number) for number in range(5)])
     for session in (0, 1):
-        queue.tell(session, running[session])
+        queue.report(session, running[session])
     for session in (0, 1, 0, 1):
         taken: list[Any] = queue.take(session, free[session])
         running[session] += len(taken)
         free[session] -= len(taken)
-        queue.tell(session, running[session])
+        queue.report(session, running[session])
     assert (running, free) == ([4, 4], [0, 0])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.demo.command import _tell
+from penstock.cli.demo.command import _print
 from penstock.cli.demo.outcome import FIRST, GOAL, LAST, Outcome, scores_of
 from penstock.cli.jobs.view import View, panel, progress_line
 from penstock.cli.jobs.watching import LINE_S, QUIET_S, _Lines
@@ -52,7 +52,7 @@ def test_a_run_succeeds_only_if_every_check_passes(
     run: Outcome, code: int, flaws: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run.code == code
-    _tell(run, Console(), as_json=True)
+    _print(run, Console(), as_json=True)
     out, err = capsys.readouterr()
     assert json.loads(out)["ok"] is (code == 0)
     assert err.splitlines() == [f"error: {flaw}" for flaw in flaws]
@@ -63,14 +63,14 @@ def test_the_summary_names_the_warnings_of_the_job(capsys: pytest.CaptureFixture
     warnings = {"no_signal": "every completion so far earned 0", "truncation": "90% of the completions are [cut]"}
     found = record(warnings=[{"kind": kind, "message": text, "since": since} for kind, text in warnings.items()])
     run = Outcome(found, RISING, REPORT, 61.04, Path("/data"))
-    _tell(run, console(), as_json=False)
+    _print(run, console(), as_json=False)
     assert re.findall(r"^  warning         (.*)$", capsys.readouterr().out, re.MULTILINE) == [
         "no_signal: every completion so far earned 0", "truncation: 90% of the completions are [cut]"
     ]  # fmt: skip
-    _tell(run, console(stderr=True), as_json=True)
+    _print(run, console(stderr=True), as_json=True)
     assert json.loads(capsys.readouterr().out)["warnings"] == warnings
     assert run.code == 0, "a warning is no failure"
-    _tell(outcome(RISING), console(), as_json=False)
+    _print(outcome(RISING), console(), as_json=False)
     assert "warning" not in capsys.readouterr().out
 
 
@@ -81,7 +81,7 @@ def test_the_summary_is_one_document_or_lines(capsys: pytest.CaptureFixture[str]
     assert scores == {"eval/greedy": (0.4, 1.0)}
     run = Outcome(record(checkpoint="/c"), RISING, REPORT, 61.04, Path("/data"), evaluations=scores)
     screen = Console(file=io.StringIO(), width=200)
-    _tell(run, screen, as_json=True)
+    _print(run, screen, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["reward"] == {"first": pytest.approx(0.4), "last": pytest.approx(0.95), "goal": GOAL, "reached": True}
     assert (found["updates"], found["version"], found["seconds"], found["audit"]) == (18, 17, 61.0, True)
@@ -90,7 +90,7 @@ def test_the_summary_is_one_document_or_lines(capsys: pytest.CaptureFixture[str]
         REPORT["equation"],
     )
     assert screen.file.getvalue() == "", "progress and summary never mix"  # type: ignore[attr-defined]
-    _tell(run, screen, as_json=False)
+    _print(run, screen, as_json=False)
     output = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "sampled reward  0.400 -> 0.950   (goal 0.9: reached)" in output
     assert "drawn 4 = trained 4" in output

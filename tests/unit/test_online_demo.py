@@ -16,14 +16,14 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.demo.agent import ANSWERS, WINDOW, Agent, sdk, voices
+from penstock.cli.demo.agent import ANSWERS, WINDOW, Agent, agent_clients, sdk
 from penstock.cli.demo.online import SHARE, Shown, load_online_job
 from penstock.cli.deployment.machine import example
 from penstock.shared.errors import ConfigError
 
 
-class OneVoice:
-    """Stand in for a voice of the demo: answer each question with `pay`, and stop the agent after some answers."""
+class OneClient:
+    """Stand in for a client of the demo: answer each question with `pay`, and stop the agent after some answers."""
 
     errors: tuple[type[Exception], ...] = (ConnectionError,)
 
@@ -37,7 +37,7 @@ class OneVoice:
             self.agent.stopped.set()
         return question.split()[1].rstrip(":"), "pay", 3
 
-    async def say(self, feedback: dict[str, Any]) -> bool:
+    async def post_feedback(self, feedback: dict[str, Any]) -> bool:
         self.posted.append(dict(feedback))
         return True
 
@@ -88,7 +88,7 @@ async def talk_until(agent: Agent, done: str) -> None:
 
 async def test_agents_use_the_official_sdk_and_read_the_version_from_its_response() -> None:
     seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-    async with endpoint(200, seen) as url, voices(url, "router", ["sk-one"], each=3) as found:
+    async with endpoint(200, seen) as url, agent_clients(url, "router", ["sk-one"], each=3) as found:
         assert len(found) == 3
         agent = Agent(found, random.Random(0))
         await talk_until(agent, "answers")
@@ -105,7 +105,7 @@ async def test_agents_use_the_official_sdk_and_read_the_version_from_its_respons
 
 async def test_a_request_on_which_the_sdk_gives_up_is_a_failure() -> None:
     seen: list[tuple[str, dict[str, str], dict[str, Any]]] = []
-    async with endpoint(503, seen) as url, voices(url, "router", [""]) as found:
+    async with endpoint(503, seen) as url, agent_clients(url, "router", [""]) as found:
         agent = Agent(found, random.Random(0))
         await talk_until(agent, "failures")
     assert len(seen) == 3 * len(agent.failures), "the SDK repeats each request twice by itself"
@@ -134,11 +134,11 @@ async def test_the_final_feedback_of_an_agent_is_right_or_inverted(
     honest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.cli.demo.agent.LATE_S", (0.0, 0.01))
-    voice = OneVoice()
-    voice.agent = agent = Agent([voice], random.Random(0), honest=honest)
+    client = OneClient()
+    client.agent = agent = Agent([client], random.Random(0), honest=honest)
     await agent.run()
     last: dict[str, dict[str, Any]] = {}
-    for body in voice.posted:
+    for body in client.posted:
         if body.get("revision", 0) >= last.get(body["feedback_id"], {}).get("revision", 0):
             last[body["feedback_id"]] = body
     assert len(last) == len(agent.answers)

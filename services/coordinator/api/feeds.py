@@ -27,7 +27,7 @@ T = TypeVar("T")
 Encode = Callable[[str, int, Row], bytes]
 """Encodes an event of a stream as bytes, from the job id, the event id and the row."""
 
-LOOK_S = 0.25
+POLL_S = 0.25
 """Poll interval for the record of a job that clients wait for, in seconds."""
 LINGER_S = 10.0
 """Seconds that a follower lives without readers, so that clients can reconnect to it."""
@@ -94,7 +94,7 @@ class Feeds:
             async with asyncio.timeout(seconds):
                 return await waiter.found
         except TimeoutError:
-            found = await self.once(("job", job), LOOK_S / 2, lambda: self._jobs.get(job))
+            found = await self.once(("job", job), POLL_S / 2, lambda: self._jobs.get(job))
             return found if found.revision >= record.revision else record  # the shared read may be older
         finally:
             watched.waiters.discard(waiter)
@@ -104,7 +104,7 @@ class Feeds:
         stop = asyncio.create_task(self._stopping.wait())
         try:
             while watched.waiters:
-                await asyncio.wait({stop}, timeout=LOOK_S)
+                await asyncio.wait({stop}, timeout=POLL_S)
                 error: PenstockError | None = None
                 record: JobRecord | None = None
                 try:
@@ -151,7 +151,7 @@ class Feeds:
         """Yield chunks of the events with ids above ``place``; an empty chunk after PING_S without events."""
         while not followed.covers(place):
             first = followed.first  # read before the page: events that the page lacks come after it
-            page = await self.once(("events", job, place, first), LOOK_S, partial(self._page, job, place))
+            page = await self.once(("events", job, place, first), POLL_S, partial(self._page, job, place))
             for start in range(0, len(page), CHUNK):
                 yield page[start : start + CHUNK]
             place = page[-1].seq if page else max(place, first)
@@ -166,7 +166,7 @@ class Feeds:
         """Return the follower of a job; start one at the newest event if there is none."""
         followed = self._followed.get(job)
         if followed is None:
-            newest = await self.once(("newest", job), LOOK_S, lambda: self._events.newest(job))
+            newest = await self.once(("newest", job), POLL_S, lambda: self._events.newest(job))
             followed = self._followed.get(job)
         if followed is None:
             followed = self._followed[job] = _Followed(newest)

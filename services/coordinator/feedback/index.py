@@ -52,7 +52,7 @@ TOGETHER, TOGETHER_BYTES = 256, 1 << 20
 wait for an item in it."""
 CAUGHT_UP_S = 5.0
 """Longest time that a request waits for the projection (seconds)."""
-LOOK_S = 0.05
+POLL_S = 0.05
 RETRY_S = 1.0
 TARGETS = 65_536
 """Maximum number of interactions and episodes whose ids are kept in memory; other ids need a query."""
@@ -227,7 +227,7 @@ class FeedbackIndex:
                 newest = await self._bus.last(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>")
                 if newest is None or self._places[subjects.FEEDBACK][2] >= newest.seq:
                     self._caught_up.set()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def _remember(self, read: _Read) -> None:
         for erasure in read.erasures:
@@ -295,7 +295,7 @@ class FeedbackIndex:
         while self._places.get(stream, ("", "", 0))[2] < seq:
             if asyncio.get_running_loop().time() > end:
                 raise Unavailable(f"the feedback index did not reach message {seq} of {stream} within {deadline_s:g} s")
-            await asyncio.sleep(LOOK_S / 5)
+            await asyncio.sleep(POLL_S / 5)
 
     async def catch_up(self, *streams: str) -> None:
         """Wait until everything is indexed that is in ``streams`` now, whichever replica stored it.

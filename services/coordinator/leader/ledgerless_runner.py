@@ -29,7 +29,7 @@ class LedgerlessRunner:
         self.bus, self.members = bus, members
         self.job, self.record, self.epoch = record.id, record, epoch
         self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
-        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
+        self.retry = Retry(self.job, report=lambda text: self.outbox.event("warning", "blocked", text))
         self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
         self._failure: JobFailure | None = None
         self._changed, self._ended = asyncio.Event(), asyncio.Event()

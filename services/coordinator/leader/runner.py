@@ -79,7 +79,7 @@ class JobRunner:
         self.job, self.record, self.epoch = record.id, record, epoch
         self.config, self._data_dir = parse_training(record.spec), data_dir
         self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
-        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
+        self.retry = Retry(self.job, report=lambda text: self.outbox.event("warning", "blocked", text))
         self.supply = supply
         if supply is not None:
             supply.retry = self.retry

@@ -23,7 +23,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["ServedVersionPublisher"]
 
 logger = logging.getLogger(__name__)
-LOOK_S = 0.1
+POLL_S = 0.1
 DEADLINE_S = 5.0
 
 
@@ -64,7 +64,7 @@ class ServedVersionPublisher:
             tasks.create_task(self._watch())
             while True:
                 await self._publish()
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
     async def _watch(self) -> None:
         """Watch the key of the served version and the key of the candidates, which is below it in the hierarchy."""

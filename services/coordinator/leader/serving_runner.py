@@ -21,7 +21,7 @@ from penstock.shared.transport.bus import Bus
 
 __all__ = ["ServingRunner"]
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Interval at which heartbeats of the workers are checked (seconds)."""
 
 
@@ -41,7 +41,7 @@ class ServingRunner(LedgerlessRunner):
         async with self._running():
             while (end := self._end()) is None:
                 self._report("running" if self._served else "pending", self._message())
-                await self._until_changed(LOOK_S)
+                await self._until_changed(POLL_S)
                 self._update_activity(time.monotonic())
             self._report(*end)
 

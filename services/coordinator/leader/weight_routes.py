@@ -22,7 +22,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["WeightRouter", "chosen_transports", "transports_of"]
 
 logger = logging.getLogger(__name__)
-LOOK_S = 0.5
+POLL_S = 0.5
 DEADLINE_S = 5.0
 
 
@@ -81,7 +81,7 @@ class WeightRouter:
                 await self._choose()
             except (Conflict, Unavailable) as error:  # another leader wrote, or the bus is away: retry
                 logger.debug("%s: transports of weights are not written yet: %s", self._job, error)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def _choose(self) -> None:
         transports = transports_of(self._job, self._members, time.monotonic())

@@ -198,10 +198,10 @@ class RestoredCopies:
         if RESTORED_HEADER not in message.headers or all(is_here(item.id) for item in items):
             return items
         if message.seq > self._until:
-            await self._look(message)
+            await self._check(message)
         return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
 
-    async def _look(self, message: Message) -> None:
+    async def _check(self, message: Message) -> None:
         """Find the decided items in this and all later copies in one look-up, as a deletion leaves many copies."""
         places = await _copy_seqs(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)

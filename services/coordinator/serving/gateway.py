@@ -236,7 +236,7 @@ class Gateway:
                 if reply.accepted:
                     self.accepted(answer, reply)
                     if answer.given_up:
-                        self._tell(reply.worker, Cancel(request=answer.id, gone=True))
+                        self._send_cancel(reply.worker, Cancel(request=answer.id, gone=True))
                     return answer
                 self.withdraw(answer)
                 why, full = Unavailable("all rollout workers are full"), True
@@ -274,9 +274,9 @@ class Gateway:
         self._notes.drop(answer.key, answer.id)
         answer.given_up = True
         if not answer.done and answer.worker:
-            self._tell(answer.worker, Cancel(request=answer.id, gone=True))
+            self._send_cancel(answer.worker, Cancel(request=answer.id, gone=True))
 
-    def _tell(self, worker: str, cancel: Cancel) -> None:
+    def _send_cancel(self, worker: str, cancel: Cancel) -> None:
         async def send() -> None:
             with contextlib.suppress(PenstockError):
                 await self._bus.notify(subjects.inference_worker(worker), pack(cancel))
@@ -322,7 +322,7 @@ class Gateway:
         """Compare the requests that a worker reports with those that it should have: cancel the unknown ones, and
         recover the missing ones."""
         for unknown in in_hand - self._answers.keys():
-            self._tell(worker, Cancel(request=unknown, gone=False))
+            self._send_cancel(worker, Cancel(request=unknown, gone=False))
         for answer in list(self._answers.values()):
             if answer.worker == worker and answer.id not in in_hand:
                 self.recover(answer)
@@ -348,7 +348,7 @@ class Gateway:
     async def _recovered(self, answer: Answer) -> None:
         """Complete choices from their records, and dispatch the rest to another worker."""
         logger.warning("request %s lost its worker %s", answer.id, answer.worker)
-        self._tell(answer.worker, Cancel(request=answer.id, gone=False))
+        self._send_cancel(answer.worker, Cancel(request=answer.id, gone=False))
         answer.worker = ""
         try:
             for index in answer.unfinished:

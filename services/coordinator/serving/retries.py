@@ -16,7 +16,7 @@ COME_BACK_S = 10.0
 """Seconds for which an unread answer is kept for a retry; stock SDKs wait up to 8 s."""
 LEAVE_S = 1.0
 """Seconds to wait for the disconnect of an earlier attempt, since the retry may arrive first."""
-LOOK_S = 0.1
+POLL_S = 0.1
 MAX_KEPT = 512
 
 
@@ -60,7 +60,7 @@ class Retries:
                     return answer
             if not self._reading[key] or clock() > end:
                 return None
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     def keep(self, answer: Answer) -> None:
         """Keep an answer for a retry of its client, which disconnected before it received any part of the answer."""

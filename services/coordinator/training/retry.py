@@ -40,11 +40,11 @@ class Retry:
     """Repeats the writes that a leader needs before it continues; a leader that loses its lease is cancelled.
 
     Args:
-        tell: called once for each write that a full stream refuses, with a message for users.
+        report: called once for each write that a full stream refuses, with a message for users.
     """
 
-    def __init__(self, job: str, tell: Callable[[str], None] = lambda text: None) -> None:
-        self._job, self._tell = job, tell
+    def __init__(self, job: str, report: Callable[[str], None] = lambda text: None) -> None:
+        self._job, self._report = job, report
         self._held: dict[object, Blocked] = {}
 
     @property
@@ -63,7 +63,7 @@ class Retry:
                 except Unavailable as error:
                     self._held[key] = Blocked(what, subject, since, str(error))
                     if not told and isinstance(error, StreamFull):
-                        self._tell(f"{what} must wait: {error}")
+                        self._report(f"{what} must wait: {error}")
                         told = True
                     if time.monotonic() - logged >= LOG_EVERY_S:
                         logged = time.monotonic()

@@ -70,7 +70,7 @@ class ToolProcess:
         reader, writer = await asyncio.open_unix_connection(sock=channel)
         return cls(reader, writer, end)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message that has no reply."""
         self._writer.write(encode(message))
 
@@ -86,7 +86,7 @@ class ToolProcess:
             ToolError: ``limit_s`` was exceeded, the process died or its reply is invalid. Next, call ``kill``.
         """
         try:
-            self.tell(message)
+            self.send(message)
             return msgspec.convert(await self._receive(limit_s, what), ToolReply)
         except _BROKEN as error:
             raise ToolError(f"{what} broke: {error!r}") from None

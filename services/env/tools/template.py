@@ -56,7 +56,7 @@ class ObjectTemplate:
                     self._running = None
                     await forker.close()
                 raise
-        process.tell({"seed": state.seed, "row": state.row})
+        process.send({"seed": state.seed, "row": state.row})
         return EpisodeObjects(process, forker)
 
     async def close(self) -> None:

@@ -107,7 +107,7 @@ class HostedEpisode:
 
     async def close(self) -> None:
         """Cancel the episode if it is running."""
-        self._process.tell({"episode": self._episode, "purpose": "end"})
+        self._process.send({"episode": self._episode, "purpose": "end"})
 
 
 class _Process:
@@ -166,12 +166,12 @@ class _Process:
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
-            self.tell({"id": number, **message})
+            self.send({"id": number, **message})
             return await answer if self.alive else None
         finally:
             self._waiting.pop(number, None)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         """Send a message that has no reply."""
         if self.alive:
             self._writer.write(encode(message))

@@ -25,7 +25,7 @@ class EpisodeQueue:
         self._waiting.extend(episodes)
         self._wake()
 
-    def tell(self, session: int, running: int | None) -> None:
+    def report(self, session: int, running: int | None) -> None:
         """Record the number of episodes in a session; None: not open."""
         if (before := self._running[session]) != running:
             self._running[session] = running

@@ -180,7 +180,7 @@ class EmbodiedSession:
         self, ticket: Ticket, key: str, measured: tuple[float, float, float], *, failed: bool
     ) -> None:
         parts = {name: [value] for name, value in zip(("return", "success", "length"), measured, strict=True)}
-        await self._tickets.tell(ticket, key, [measured[0]], failed=[failed], greedy=[True], parts=parts)
+        await self._tickets.report(ticket, key, [measured[0]], failed=[failed], greedy=[True], parts=parts)
 
     async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
         if ticket.purpose == "eval":

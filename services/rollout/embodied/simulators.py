@@ -117,7 +117,7 @@ class SimulatorSession:
                 await self._play(self._lanes, engine, queue)
             except PenstockError as error:
                 logger.warning("%s of job %s is gone: %s", self._key, self._job, error)
-                queue.tell(self._number, None)
+                queue.report(self._number, None)
                 self._lanes.lose(f"the session of simulators is gone: {error}")
             await self.close()
             found = await self.open()
@@ -128,10 +128,10 @@ class SimulatorSession:
         """Play episodes. Raises PenstockError if the session is lost."""
         while True:
             lanes.leave_unwanted()
-            queue.tell(self._number, lanes.num_running)
+            queue.report(self._number, lanes.num_running)
             if episodes := queue.take(self._number, lanes.num_free):
                 await self._begin(lanes, *lanes.place(episodes))
-                queue.tell(self._number, lanes.num_running)
+                queue.report(self._number, lanes.num_running)
             if lanes.num_running:
                 for rows in lanes.to_decide():
                     await self._advance(lanes, engine, rows)

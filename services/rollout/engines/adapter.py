@@ -164,7 +164,7 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _decode(self, stream: S) -> Finish:
-        """Decode a completion, record its tokens and pass them to ``Dispatch.tell``; see ``Dispatch``.
+        """Decode a completion, record its tokens and pass them to ``Dispatch.deliver``; see ``Dispatch``.
 
         Must return soon after ``stream.unwanted`` is set.
         """

@@ -123,10 +123,10 @@ class Dispatch(Generic[S]):
             await self._end_streams({serial})
             raise
 
-    def tell(self, completion: Completion, tokens: Iterable[Token]) -> None:
+    def deliver(self, completion: Completion, tokens: Iterable[Token]) -> None:
         """Pass new tokens to the listener of the request, if it has one."""
         if completion.streamed:
-            self._requests.tell((completion.request, token) for token in tokens)
+            self._requests.deliver((completion.request, token) for token in tokens)
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
         """End requests with their partial tokens; see ``Engine.abort``."""

@@ -168,7 +168,7 @@ class Requests:
             request.started = True
         return chosen
 
-    def tell(self, tokens: Iterable[tuple[int, Token]]) -> None:
+    def deliver(self, tokens: Iterable[tuple[int, Token]]) -> None:
         """Call the listeners with new tokens, each given with the serial number of its request."""
         for serial, token in tokens:
             request = self._open.get(serial)

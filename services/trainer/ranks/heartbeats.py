@@ -19,7 +19,7 @@ __all__ = ["Ranks", "Threads", "meet", "to_the_end"]
 
 T = TypeVar("T")
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Interval in seconds at which a rank that carries out an order checks whether another rank failed."""
 FAILED_GRACE_S = 5.0
 """Time in seconds that ranks have to reach the vote after one failed; later they count as stuck in a collective."""
@@ -75,9 +75,9 @@ class Ranks:
             raise RankLost(self.stranded)
         task = asyncio.ensure_future(work)
         failed_s = 0.0
-        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+        while not (await asyncio.wait({task}, timeout=POLL_S))[0]:
             failure = self.liveness.failure if self.liveness is not None else ""
-            failed_s = failed_s + LOOK_S if failure else 0.0
+            failed_s = failed_s + POLL_S if failure else 0.0
             if failed_s >= FAILED_GRACE_S:
                 self.stranded = f"the ranks wait for one that failed: {failure}"
                 raise CheckpointError(failure)

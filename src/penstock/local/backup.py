@@ -67,7 +67,7 @@ HOLD_S, HOLD_EVERY_S = 60.0, 10.0
 TRIES = 3
 BLOCK = 1 << 20
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -115,7 +115,7 @@ class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
 # -- taking one ------------------------------------------------------------------------------------------------------
 
 
-async def take_backup(bus: Bus, data_dir: Path, target: Path, tell: Tell = lambda _: None) -> BackupManifest:
+async def take_backup(bus: Bus, data_dir: Path, target: Path, report: Report = lambda _: None) -> BackupManifest:
     """Write a backup of the deployment on ``bus``, whose services use ``data_dir``, to an empty or new directory.
 
     Raises:
@@ -129,10 +129,10 @@ async def take_backup(bus: Bus, data_dir: Path, target: Path, tell: Tell = lambd
         await asyncio.to_thread(_empty, target)
         async with _held(bus):
             epoch = await _epoch(bus)
-            manifest = await _take(bus, data_dir, target, tell)
+            manifest = await _take(bus, data_dir, target, report)
             if await _epoch(bus) == epoch:
                 break
-        tell(f"another coordinator leads since; trying again ({attempt} of {TRIES})")
+        report(f"another coordinator leads since; trying again ({attempt} of {TRIES})")
     else:
         raise Conflict(f"another coordinator took the lead {TRIES} times meanwhile; take the backup again")
     await asyncio.to_thread(_write, target / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)))
@@ -191,7 +191,7 @@ async def _epoch(bus: Bus) -> int:
     return msgspec.json.decode(entry.value, type=LeaseRecord).epoch if entry is not None and entry.value else 0
 
 
-async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupManifest:
+async def _take(bus: Bus, data_dir: Path, target: Path, report: Report) -> BackupManifest:
     names = [name for name in await bus.streams() if name not in DERIVED]
     early = [name for name in names if name.startswith(KV) and name not in LATE]
     streams = [await _save(bus, name, target, None) for name in early]
@@ -208,9 +208,9 @@ async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupMan
         else:
             raise Conflict(f"{lost} ({TRIES} tries); take the backup again")
         for name, mark in marks.items():
-            tell(f"stream {name}")
+            report(f"stream {name}")
             streams.append(await _save(bus, name, target, mark))
-        tell("checkpoints and other files")
+        report("checkpoints and other files")
         files = await asyncio.to_thread(links.copy, target / FILES)
     entries = (await JobStore(bus).index()).all()
     references = await asyncio.to_thread(
@@ -430,7 +430,7 @@ def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> Non
 
 
 async def restore_streams(
-    bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, tell: Tell = lambda _: None
+    bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, report: Report = lambda _: None
 ) -> list[str]:
     """Restore the streams of a backup to a bus that has none of them, and delete the messages after the marks.
 
@@ -442,7 +442,7 @@ async def restore_streams(
         Unavailable: the bus refuses a stream.
     """
     for stream in manifest.streams:
-        tell(f"stream {stream.image.name}")
+        report(f"stream {stream.image.name}")
         made = await bus.load_stream(stream.image, _parts(source / stream.file.path))
         if (made.messages, made.last_seq) != (stream.image.messages, stream.image.last_seq):
             raise DataError(

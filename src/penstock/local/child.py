@@ -271,10 +271,10 @@ class KeptAlive:
     it ends.
     """
 
-    def __init__(self, child: Child, starter: ThreadPoolExecutor, tell: Callable[[str], None]) -> None:
+    def __init__(self, child: Child, starter: ThreadPoolExecutor, report: Callable[[str], None]) -> None:
         self.child = child
         self.restarts = 0
-        self._starter, self._tell = starter, tell
+        self._starter, self._report = starter, report
         self._backoff = Backoff()
 
     async def start(self) -> None:
@@ -302,7 +302,7 @@ class KeptAlive:
             alive_s = time.monotonic() - began
             self._check(alive_s)
             pause = self._backoff.after(alive_s)
-            self._tell(
+            self._report(
                 f"{self.child.name} {self._describe_exit()} after {alive_s:.1f} s; starting it again in {pause:.1f} s"
             )
             await asyncio.sleep(pause)
@@ -311,12 +311,12 @@ class KeptAlive:
             try:
                 await self.start()
             except (ConfigError, DeadlineError, OSError) as error:
-                self._tell(f"{self.child.name} did not start: {error}")
+                self._report(f"{self.child.name} did not start: {error}")
                 continue
             try:
                 on_restart()
             except OSError as error:
-                self._tell(f"{self.child.name} runs again, but that is not written down: {error}")
+                self._report(f"{self.child.name} runs again, but that is not written down: {error}")
 
     async def stop(self, deadline_s: float) -> None:
         """Stop the process; this needs no thread of ``starter``."""

@@ -18,7 +18,7 @@ from penstock.shared.transport.server import NatsServer
 
 __all__ = ["DiskGuard", "has_room"]
 
-LOOK_S = 2.0
+POLL_S = 2.0
 FAILED_WRITE = "write error"
 """Part of the server's error for a stream that accepts no message any more."""
 PATIENCE = 15
@@ -30,25 +30,27 @@ ROOM_BYTES = 8 << 20
 
 
 class DiskGuard:
-    """Watches one server that another task keeps alive; ``tell`` receives messages about its actions."""
+    """Watches one server that another task keeps alive; ``report`` receives messages about its actions."""
 
-    def __init__(self, nats: NatsServer, tell: Callable[[str], None]) -> None:
-        self._nats, self._tell = nats, tell
+    def __init__(self, nats: NatsServer, report: Callable[[str], None]) -> None:
+        self._nats, self._report = nats, report
 
     async def run(self) -> None:
         """Until cancelled: when the server reports a flaw, wait for disk space, then kill the server for a restart."""
         while True:
-            self._tell(f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}")
+            self._report(
+                f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}"
+            )
             while not await asyncio.to_thread(has_room, self._nats.directory):
-                await asyncio.sleep(LOOK_S)
-            self._tell("nats: there is room; starting it again")
+                await asyncio.sleep(POLL_S)
+            self._report("nats: there is room; starting it again")
             self._end()
             await asyncio.sleep(SETTLE_S)
 
     async def _flaw(self) -> str:
         times = 0
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
             flaw = "" if self._nats.starting else await asyncio.to_thread(self._nats.flaw)
             times = times + 1 if flaw else 0
             if FAILED_WRITE in flaw or times >= PATIENCE:

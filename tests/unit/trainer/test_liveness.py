@@ -180,11 +180,11 @@ async def _vote(world: World, config: JobConfig, directory: Path) -> tuple[str, 
 
 def fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:
     """Fail on rank 1 in work without collectives, while rank 0 works on; return its error and why it is stranded."""
-    grace_s, look_s, module.FAILED_GRACE_S, module.LOOK_S = module.FAILED_GRACE_S, module.LOOK_S, 0.1, 0.02
+    grace_s, look_s, module.FAILED_GRACE_S, module.POLL_S = module.FAILED_GRACE_S, module.POLL_S, 0.1, 0.02
     try:
         return asyncio.run(_fail_apart(world, config, directory))
     finally:
-        module.FAILED_GRACE_S, module.LOOK_S = grace_s, look_s
+        module.FAILED_GRACE_S, module.POLL_S = grace_s, look_s
 
 
 async def _fail_apart(world: World, config: JobConfig, directory: Path) -> tuple[str, str]:

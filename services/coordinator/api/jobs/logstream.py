@@ -10,11 +10,11 @@ from typing import Any
 from penstock.services.coordinator.api.access import Backend
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
-__all__ = ["LOOK_S", "follow_logs"]
+__all__ = ["POLL_S", "follow_logs"]
 
 Row = dict[str, Any]
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Poll interval of the log files, in seconds."""
 
 
@@ -28,13 +28,13 @@ async def follow_logs(
     """
     cursor = after
     while True:
-        record = await backend.feeds.once(("job", job), LOOK_S, partial(backend.jobs.get, job))
+        record = await backend.feeds.once(("job", job), POLL_S, partial(backend.jobs.get, job))
         over = record.status.phase in TERMINAL_PHASES
         read = partial(backend.diagnosis.logs, job, service=service, tail=tail, after=cursor, unnamed=unnamed)
-        found = await backend.feeds.once(("logs", job, service, tail, cursor, unnamed, over), LOOK_S, read)
+        found = await backend.feeds.once(("logs", job, service, tail, cursor, unnamed, over), POLL_S, read)
         cursor = str(found["next"] or "")
         if found["lines"]:
             yield cursor, {"type": "log", "lines": found["lines"]}
         if over:
             return
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.feeds import LOOK_S
+from penstock.services.coordinator.api.feeds import POLL_S
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.open_file import byte_range
 from penstock.services.coordinator.api.http.replies import Json, from_error
@@ -121,10 +121,10 @@ async def events(
     start = _start(after, last_event_id)
     as_cloud_events = form == "cloudevents" or (form is None and CLOUD_EVENT in accept)
     if "text/event-stream" in accept:
-        await feeds.once(("job", job), LOOK_S, partial(backend.jobs.get, job))
+        await feeds.once(("job", job), POLL_S, partial(backend.jobs.get, job))
         resumes = bool(last_event_id.strip() and start)
         stream = feeds.events(job, after=start, encode=_cloud_frame if as_cloud_events else _frame)
-        if resumes and not await feeds.once(("keeps", start), LOOK_S, partial(backend.events.is_kept, start)):
+        if resumes and not await feeds.once(("keeps", start), POLL_S, partial(backend.events.is_kept, start)):
             stream = _after_reset(start, stream)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
     await backend.jobs.get(job)
@@ -229,7 +229,7 @@ async def samples(
         job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward, env=env
     )
     films = [row["href"] for row in await backend.videos.rows(job) if row["href"]]
-    held_out = await backend.feeds.once(("held_out", job), LOOK_S, partial(backend.charts.held_out, job))
+    held_out = await backend.feeds.once(("held_out", job), POLL_S, partial(backend.charts.held_out, job))
     more = {"has_more": len(found) > limit, "videos": films, "held_out": held_out}
     return Json({"object": "list", "data": found[:limit], **more})
 

@@ -45,7 +45,7 @@ SCORED_TOKENS = 512
 ATTEND_TOGETHER = 8
 """Rows per attention call on a CPU. A GPU takes all rows in one call: padding is cheaper there than kernel launches."""
 
-Tell = Callable[[list[tuple[int, Token]]], None]
+OnTokens = Callable[[list[tuple[int, Token]]], None]
 """Callback for the new tokens of a step, each with the serial number of its request; runs in the decoding thread."""
 
 
@@ -70,7 +70,7 @@ class Batch:
 
     Args:
         record_routes: record the experts of every token of a mixture-of-experts model in ``Sample.experts``.
-        tell: receives the new tokens of streamed completions, except those that end a completion.
+        on_tokens: receives the new tokens of streamed completions, except those that end a completion.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Batch:
         version: int,
         weights: str = "",
         record_routes: bool = False,
-        tell: Tell = lambda tokens: None,
+        on_tokens: OnTokens = lambda tokens: None,
     ) -> None:
         plan = plan_of(model)
         if plan is None:
@@ -91,7 +91,7 @@ class Batch:
                 "the embedded engine decodes Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral models with full attention, "
                 f"not this {type(model).__name__}"
             )
-        self._model, self._plan, self._detokenize, self._tell = model, plan, detokenize, tell
+        self._model, self._plan, self._detokenize, self._on_tokens = model, plan, detokenize, on_tokens
         self._device = model.device
         self._rows = Rows(max_running, self._device)
         self._cache = KVCache(plan, rows=max_running, max_length=max_length)
@@ -272,7 +272,7 @@ class Batch:
             if self._wrote_stop_string(row, completion.sampling.stop_strings, num_output):
                 ends[row] = "stop"
         if self._rows.streamed:
-            self._tell(self._new_tokens(len(code_R), ends))
+            self._on_tokens(self._new_tokens(len(code_R), ends))
         if ends:
             outcome.finished += [self._take(row, finish) for row, finish in ends.items()]
             self._drop(list(ends))

@@ -71,7 +71,7 @@ class EmbeddedEngine:
         self.stop_ids = tuple(sorted(stop_ids))
         self._batch = Batch(
             model, max_running=max_running, max_length=self.max_length, detokenize=detokenize, version=version,
-            weights=short_digest(digest), record_routes=record_routes, tell=self._tell,
+            weights=short_digest(digest), record_routes=record_routes, on_tokens=self._on_tokens,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
         self._requests = Requests()
@@ -203,10 +203,10 @@ class EmbeddedEngine:
             await self._soil()
             raise
 
-    def _tell(self, tokens: list[tuple[int, Token]]) -> None:
+    def _on_tokens(self, tokens: list[tuple[int, Token]]) -> None:
         """Pass new tokens to the listeners on the event loop; called in the decoding thread."""
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._requests.tell, tokens)
+        self._loop.call_soon_threadsafe(self._requests.deliver, tokens)
 
     def _check_ready(self) -> None:
         if self._failure is not None:

@@ -97,7 +97,7 @@ class ServerAdapter(EngineAdapter[S, C]):
                     before = len(stream.token_ids)
                     told, ended = stream.take(part, self._label)
                     self._dispatch.generated_tokens += len(stream.token_ids) - before
-                    self._dispatch.tell(stream.completion, told)
+                    self._dispatch.deliver(stream.completion, told)
                 spans = stream.final(part)
                 if spans is not None:
                     stream.settle(spans)

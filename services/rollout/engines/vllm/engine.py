@@ -103,7 +103,7 @@ class VllmEngine(StagedByWorkers, EngineAdapter[Stream, VllmConfig]):
                 is_over = output.finished
                 told, finish = stream.take(output.outputs[0])
                 self._dispatch.generated_tokens += len(output.outputs[0].token_ids)
-                self._dispatch.tell(completion, told)
+                self._dispatch.deliver(completion, told)
                 if finish is not None:
                     return finish
         finally:

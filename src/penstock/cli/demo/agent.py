@@ -21,7 +21,9 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.shared.errors import ConfigError
 
-__all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", "question", "sdk", "voices"]
+__all__ = [
+    "REQUEST_S", "WINDOW", "Agent", "AgentClient", "Answer", "agent_clients", "demonstrations", "question", "sdk",
+]  # fmt: skip
 
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
 """Topics of the questions, and the answer that the agent accepts for each."""
@@ -34,7 +36,7 @@ LATE_S = (0.5, 3.0)
 SHARE_LATE, SHARE_TWICE, SHARE_CORRECTED = 0.1, 0.1, 0.05
 
 
-class Voice(Protocol):
+class AgentClient(Protocol):
     """Client that asks questions and posts feedback with one API key."""
 
     errors: tuple[type[Exception], ...]
@@ -44,12 +46,12 @@ class Voice(Protocol):
         """Ask the policy a question; return ``(id of the response, answer, policy version)``."""
         ...
 
-    async def say(self, feedback: dict[str, Any]) -> bool:
+    async def post_feedback(self, feedback: dict[str, Any]) -> bool:
         """Post feedback; return False if a newer revision of it was stored before."""
         ...
 
 
-class SdkVoice:
+class SdkClient:
     """Client on OpenAI's own SDK, with its default connection pool, timeouts and retries."""
 
     def __init__(self, client: Any, model: str, feedback: str) -> None:
@@ -63,7 +65,7 @@ class SdkVoice:
         )
         return found.id, found.choices[0].message.content or "", int(found.model.rpartition("@")[2])
 
-    async def say(self, feedback: dict[str, Any]) -> bool:
+    async def post_feedback(self, feedback: dict[str, Any]) -> bool:
         try:
             await self._client.post(self._feedback, body=feedback, cast_to=object)
         except self._late:
@@ -82,17 +84,19 @@ def sdk() -> Any:
 
 
 @asynccontextmanager
-async def voices(url: str, model: str, keys: Sequence[str], *, each: int = 1) -> AsyncIterator[list[Voice]]:
-    """Open one voice for each API key in ``keys`` ('': no key); yield a list that contains each voice ``each`` times.
+async def agent_clients(
+    url: str, model: str, keys: Sequence[str], *, each: int = 1
+) -> AsyncIterator[list[AgentClient]]:
+    """Open one client for each API key in ``keys`` ('': no key); yield a list that contains each client ``each`` times.
 
     An agent asks one question at a time for each entry of the list.
     """
     async with AsyncExitStack() as stack:
-        found: list[Voice] = []
+        found: list[AgentClient] = []
         for key in keys:
             made = sdk().AsyncOpenAI(base_url=f"{url}/v1", api_key=key or "none", timeout=REQUEST_S)
-            client = await stack.enter_async_context(made)
-            found += [SdkVoice(client, model, f"{url}/feedback")] * each
+            opened = await stack.enter_async_context(made)
+            found += [SdkClient(opened, model, f"{url}/feedback")] * each
         yield found
 
 
@@ -109,11 +113,11 @@ class Agent:
     """Agent that asks, judges and posts feedback until it is stopped, and counts its actions.
 
     Args:
-        voices: each asks its next question once it has an answer.
+        clients: each asks its next question once it has an answer.
         honest: False: the agent posts the opposite of its verdicts.
     """
 
-    voices: Sequence[Voice]
+    clients: Sequence[AgentClient]
     rng: random.Random
     honest: bool = True
     answers: list[Answer] = field(default_factory=list)
@@ -140,17 +144,17 @@ class Agent:
         return max((answer.version for answer in self.answers[-WINDOW:]), default=0)
 
     async def run(self) -> None:
-        """Run all voices concurrently, until the agent is stopped and all feedback is posted."""
-        async with asyncio.TaskGroup() as saying, asyncio.TaskGroup() as talking:
-            for voice in self.voices:
-                talking.create_task(self._converse(voice, saying))
+        """Run all clients concurrently, until the agent is stopped and all feedback is posted."""
+        async with asyncio.TaskGroup() as posting, asyncio.TaskGroup() as asking:
+            for client in self.clients:
+                asking.create_task(self._converse(client, posting))
 
-    async def _converse(self, voice: Voice, saying: asyncio.TaskGroup) -> None:
+    async def _converse(self, client: AgentClient, posting: asyncio.TaskGroup) -> None:
         while not self.stopped.is_set():
             topic = self.rng.choice(list(ANSWERS))
             try:
-                name, answer, version = await voice.ask(question(topic, self.rng.randrange(100)))
-            except voice.errors as error:  # counted as a failure of the demo at its end
+                name, answer, version = await client.ask(question(topic, self.rng.randrange(100)))
+            except client.errors as error:  # counted as a failure of the demo at its end
                 self.failures.append(repr(error))
                 await asyncio.sleep(0.2)
                 continue
@@ -158,32 +162,32 @@ class Agent:
             self.answers.append(Answer(time.monotonic(), version, accepted))
             said = accepted if self.honest else not accepted
             if self.rng.random() < SHARE_LATE:
-                saying.create_task(self._say_late(voice, name, said))
+                posting.create_task(self._post_late(client, name, said))
             else:
-                await self._say(voice, name, said)
+                await self._judge(client, name, said)
 
-    async def _say_late(self, voice: Voice, name: str, value: bool) -> None:
+    async def _post_late(self, client: AgentClient, name: str, value: bool) -> None:
         self.late += 1
         await asyncio.sleep(self.rng.uniform(*LATE_S))
-        await self._say(voice, name, value)
+        await self._judge(client, name, value)
 
-    async def _say(self, voice: Voice, name: str, value: bool) -> None:
+    async def _judge(self, client: AgentClient, name: str, value: bool) -> None:
         """Post the verdict: mostly once, at random twice, or as a correction that precedes the original verdict."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:
             self.twice += 1
-            await self._post(voice, body)
+            await self._post(client, body)
         elif chance < SHARE_TWICE + SHARE_CORRECTED:
             self.corrected += 1
-            await self._post(voice, body | {"revision": 1})
+            await self._post(client, body | {"revision": 1})
             body["value"] = not value  # the original verdict, which arrives last
-        await self._post(voice, body)
+        await self._post(client, body)
 
-    async def _post(self, voice: Voice, body: dict[str, Any]) -> None:
+    async def _post(self, client: AgentClient, body: dict[str, Any]) -> None:
         try:
-            taken = await voice.say(body)
-        except voice.errors as error:
+            taken = await client.post_feedback(body)
+        except client.errors as error:
             self.failures.append(repr(error))
             return
         if taken or body.get("revision") is None:  # a post that its correction overtook is refused

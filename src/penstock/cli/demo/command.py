@@ -87,7 +87,7 @@ def demo(
             options = replace(options, pythons=pythons_for(job))
             goal = GOAL if file is None else None
             outcome = asyncio.run(_run(job, options, screen, goal))
-            _tell(outcome, screen, as_json=as_json)
+            _print(outcome, screen, as_json=as_json)
             code = outcome.code
     except asyncio.CancelledError:  # SIGTERM
         code = INTERRUPTED
@@ -165,7 +165,7 @@ async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -
         await asyncio.gather(watching, broken, return_exceptions=True)
 
 
-def _tell(outcome: Outcome, screen: Console, *, as_json: bool) -> None:
+def _print(outcome: Outcome, screen: Console, *, as_json: bool) -> None:
     if as_json:
         show_json(outcome.plain())
     else:

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.cli.demo.agent import WINDOW, Agent, demonstrations, sdk, voices
+from penstock.cli.demo.agent import WINDOW, Agent, agent_clients, demonstrations, sdk
 from penstock.cli.deployment.machine import ready_with_progress
 from penstock.cli.jobs.audit import equation
 from penstock.cli.printing import console, note, show_json
@@ -150,14 +150,14 @@ async def _agents(
     """
     rng, url = random.Random(job.seed), deployment.url
     if not hostile:
-        async with voices(url, job.name, [deployment.api_key], each=TALKERS) as alone:
+        async with agent_clients(url, job.name, [deployment.api_key], each=TALKERS) as alone:
             yield Agent(alone, rng), None, ""
         return
     customers = [await client.keys.create(f"customer-{number}", SCOPES) for number in range(CUSTOMERS)]
     enemy = await client.keys.create("hostile", SCOPES)
     async with (
-        voices(url, job.name, [customer.key for customer in customers]) as good,
-        voices(url, job.name, [enemy.key], each=HOSTILE_TALKERS) as bad,
+        agent_clients(url, job.name, [customer.key for customer in customers]) as good,
+        agent_clients(url, job.name, [enemy.key], each=HOSTILE_TALKERS) as bad,
     ):
         yield Agent(good, rng), Agent(bad, random.Random(job.seed + 1), honest=False), enemy.id
 

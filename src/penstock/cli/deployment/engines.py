@@ -36,7 +36,7 @@ def install(
 
     A complete installation is left unchanged; an interrupted one is resumed.
     """
-    found = install_engine(environment_of(name), load_settings().engines_dir, base=python, tell=note, again=again)
+    found = install_engine(environment_of(name), load_settings().engines_dir, base=python, report=note, again=again)
     if as_json:
         show_json({"name": name, "python": str(found)})
     else:
@@ -72,4 +72,4 @@ def interpreter_with(engine: str) -> Path:
         if not found.is_file():
             raise ConfigError(f"--engine {name}: there is no interpreter {found}")
         return found
-    return install_engine(environment, load_settings().engines_dir, base=Path(sys.executable), tell=note)
+    return install_engine(environment, load_settings().engines_dir, base=Path(sys.executable), report=note)

@@ -149,13 +149,13 @@ async def ready_with_progress(stack: Stack) -> None:
     began = time.monotonic()
     before: list[str] = []
 
-    def tell(missing: list[str]) -> None:
+    def report(missing: list[str]) -> None:
         nonlocal before
         if missing and missing != before:
             note(f"{time.monotonic() - began:6.1f} s  waiting for {', '.join(missing)}")
         before = list(missing)
 
-    await stack.ready(deadline_s=READY_S, waiting=tell)
+    await stack.ready(deadline_s=READY_S, waiting=report)
 
 
 async def _serve(options: StackOptions, *, as_json: bool) -> None:

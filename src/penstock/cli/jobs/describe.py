@@ -29,7 +29,7 @@ def describe(
 ) -> None:
     """Show a job on one screen: job file, state, conditions, workers, waits, feedback, checkpoints, newest events."""
     with Client() as client:
-        found = _look(client, client.find(job), last)
+        found = _describe(client, client.find(job), last)
     if as_json:
         show_json(found)
         return
@@ -40,7 +40,7 @@ def describe(
         screen.print()
 
 
-def _look(client: Client, record: JobRecord, last: int) -> dict[str, Any]:
+def _describe(client: Client, record: JobRecord, last: int) -> dict[str, Any]:
     """Return the data to show: workers and waits only of an active job, feedback counts only of an online job."""
     over = record.status.phase in TERMINAL_PHASES
     live = record.spec.get("kind") == "online_rl"

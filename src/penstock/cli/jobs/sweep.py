@@ -27,7 +27,7 @@ __all__ = ["Point", "points_of", "svg_plot", "sweep"]
 
 LAST = 10
 """Number of last metric values of each job; a sweep compares the means of these values."""
-LOOK_S = 1.0
+POLL_S = 1.0
 MAX_JOBS = 200
 MOST_COMPARED = 8
 """Maximum number of jobs in the URL of a comparison."""
@@ -155,7 +155,7 @@ def _still_active(client: Client, jobs: Sequence[JobRecord]) -> list[JobRecord]:
             told = f": {job.status.message}" if job.status.message else ""
             note(f"{job.id}  {job.status.phase}, reward {number(job.status.reward)}{told}")
     if len(left) == len(jobs):
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     return left
 
 

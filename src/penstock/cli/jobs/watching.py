@@ -26,7 +26,7 @@ __all__ = ["follow", "top", "watch"]
 RECORD_S = 60.0
 """Longest time from the last event of a job until its record shows that the job has ended (seconds)."""
 
-LOOK_S = 0.5
+POLL_S = 0.5
 LINE_S, QUIET_S = 3.0, 15.0
 """Shortest time between two progress lines (seconds), where no panel can be shown: if there is a new update, and if
 there is none."""
@@ -103,7 +103,7 @@ async def _look_until_done(observer: Observer, show: _Panel | _Lines) -> View:
         show.update(view, last=done)
         if done:
             return view
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
 
 
 async def _print_events(client: AsyncClient, job: str, screen: Console) -> None:
