@@ -1,1 +1,1 @@
-"""The five services. They talk by messages and never import each other."""
+"""The five services. They communicate by messages and never import each other."""

@@ -99,7 +99,7 @@ class RankLost(Unavailable):
 
 
 class Fenced(PenstockError):  # noqa: N818
-    """A writer with a higher epoch exists; this one must stop writing."""
+    """Another writer has taken over with a higher epoch; the writer that gets this exception must stop writing."""
 
 
 class Conflict(PenstockError):  # noqa: N818
@@ -107,14 +107,14 @@ class Conflict(PenstockError):  # noqa: N818
 
 
 class NotFound(PenstockError, KeyError):  # noqa: N818
-    """The requested object does not exist."""
+    """The requested job, message, checkpoint or other object does not exist."""
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
 
 
 class Unsupported(PenstockError):  # noqa: N818
-    """The simulator does not offer the operation."""
+    """The simulator does not offer the requested operation."""
 
 
 class WeightsError(PenstockError):
@@ -134,8 +134,9 @@ class ScoringError(PenstockError):
 
 
 class ToolError(PenstockError):
-    """A tool broke, hung, or cannot be opened; not raised for mistakes of the policy in a call."""
+    """A tool broke, hung, or cannot be opened. A wrong tool call by the policy does not raise this error."""
 
 
 class SandboxError(PenstockError):
-    """No mechanism on this machine can contain programs, or a sandbox failed; the program is not the cause."""
+    """Programs cannot be contained on this machine, or a sandbox failed. Failures of the contained program do not raise
+    this error."""

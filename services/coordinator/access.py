@@ -18,9 +18,11 @@ __all__ = ["AuditLog", "KeyStore"]
 
 SECRET = "episode-keys"
 BLOCK = 10_000
-"""Largest block of sequence numbers that ``AuditLog.page`` reads at a time when it returns the newest first."""
+"""Size of the largest block (in sequence numbers) that ``AuditLog.page`` reads at a time to return the newest records
+first."""
 APPEND_S = 2.0
-"""Deadline for storing one record (seconds); the response waits for it. A fail-over of the bus takes about as long."""
+"""Deadline for storing one audit record (seconds), about as long as a fail-over of the bus. The response to a request
+waits until the request's record is stored."""
 
 
 class AuditLog:
@@ -54,7 +56,7 @@ class AuditLog:
         return [(message.seq, decode_record(message.data)) for message in messages]
 
     async def _oldest(self, subject: str, first: int, limit: int) -> list[Message]:
-        """Return at most ``limit`` messages from the sequence ``first`` on."""
+        """Return at most ``limit`` messages, oldest first, from the sequence number ``first`` on."""
         found: list[Message] = []
         async with contextlib.aclosing(self._bus.scan(subjects.AUDIT, subject, start_seq=first)) as messages:
             async for message in messages:
@@ -64,7 +66,7 @@ class AuditLog:
         return found
 
     async def _newest(self, subject: str, first: int, before: int | None, limit: int) -> list[Message]:
-        """Return at most ``limit`` messages with sequences from ``first`` to below ``before``, newest first.
+        """Return at most ``limit`` messages with sequence numbers from ``first`` to below ``before``, newest first.
 
         The server reads streams forwards only, so this reads blocks of growing size, the newest block first.
         """

@@ -1,4 +1,5 @@
-"""Authenticates callers: by bearer keys with scopes, or by the loopback address where no keys are configured."""
+"""Authenticates callers by bearer keys with scopes. A deployment without keys accepts only requests from the loopback
+address."""
 
 from __future__ import annotations
 
@@ -31,25 +32,27 @@ TRUST_S = 1.0
 """Time that a looked-up key is cached (seconds): a revoked key may work this much longer on other replicas."""
 MAX_KNOWN = 1024
 CONFIGURED = "PENSTOCK_API_KEYS"
-"""Name shown for keys from the configuration: the variable that holds them."""
+"""Name shown for keys from the configuration: the environment variable that holds these keys."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Sender of a request. ``id`` names the key without revealing it; ``rate_limit`` replaces the general limit."""
+    """Sender of a request. ``id`` names the sender's key without revealing it; ``rate_limit`` replaces the deployment's
+    rate limit."""
 
     id: str
     scopes: frozenset[Scope]
     rate_limit: str | None = None
     episode: str = ""
-    """The only episode (`ep_` and a UUID) that the bearer of an episode key may use and judge ('': not an episode key).
-    ``id`` then names the key that created the episode key."""
+    """For the bearer of an episode key: the only episode (`ep_` and a UUID) that the bearer may use and give feedback
+    on; ``id`` names the key that created the episode key. '' for other callers."""
     token: FeedbackGrant | None = None
-    """The only feedback that the bearer of a feedback token may post; ``id`` then names the key that created it."""
+    """For the bearer of a feedback token: the only feedback that the bearer may post; ``id`` names the key that created
+    the token. None for other callers."""
     models: frozenset[str] | None = None
     """Names and ids of the only jobs that the caller may reach; None: all."""
     max_weight: float = 1.0
-    """Largest weight of the caller's feedback."""
+    """Largest weight of the caller's feedback; a larger weight is reduced to this value."""
     name: str = ""
     """Name of the key, for display."""
     code_modules: frozenset[str] | None = None
@@ -57,7 +60,8 @@ class Caller:
 
     @property
     def sender(self) -> str:
-        """Identity of the sender: the id of its key, followed by the episode or the token to which it is limited."""
+        """Identity of the sender: the id of its key. For an episode key or a feedback token, the id of the episode or
+        of the token follows."""
         return self.id + self.episode + (self.token.id if self.token is not None else "")
 
     def may(self, scope: Scope) -> bool:
@@ -79,7 +83,8 @@ def needs_key(settings: ServiceSettings) -> bool:
 
 
 class KeyRing:
-    """All keys of a deployment: configured keys, which have every scope, and keys of the store.
+    """All keys of a deployment: the keys in the configuration, which have every scope, and the keys in the
+    ``KeyStore``.
 
     Raises:
         ConfigError: the API would be open without a key, to the network or to every user of this machine.
@@ -159,7 +164,8 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
 
     async def _maker(self, maker: str) -> Caller:
-        """Return the owner, without scopes, of the key ``maker`` that created an episode key or a token.
+        """Return the owner of the key with id ``maker``, which created an episode key or a feedback token. The returned
+        ``Caller`` has no scopes.
 
         Raises:
             HttpProblem: 401, the key does not exist any more.
@@ -205,7 +211,7 @@ def _holder(key: StoredKey) -> Caller:
 
 
 def _id_of(digest: bytes) -> str:
-    """Return the id of a configured key: 16 hex digits of its SHA-256."""
+    """Return the id of a configured key: the first 16 hex digits of ``digest``, the key's SHA-256."""
     return digest.hex()[:16]
 
 
@@ -231,7 +237,8 @@ def _presented(headers: Headers) -> str:
 
 
 def _refuse_foreign_pages(headers: Headers) -> None:
-    """Refuse requests of web pages, by Host and Origin, because without keys loopback is the only protection."""
+    """Refuse a request whose header Host or Origin names another host, as requests of foreign web pages do: without
+    keys, loopback is the only protection."""
     host = _host_name(headers.get("host", "localhost"))
     origin = headers.get("origin")
     origin_host = _host_name(origin.partition("://")[2]) if origin else "localhost"

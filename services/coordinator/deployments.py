@@ -24,7 +24,7 @@ __all__ = ["Deployments"]
 BY_REQUEST = {"deployed": "on request"}
 """Label of a deployment that a chat request started."""
 LISTED = 100
-"""Number of newest finished jobs that are searched for servable models."""
+"""Number of the newest finished jobs that are searched for models to serve on request."""
 FULL_RETRY_S = 30
 
 
@@ -46,7 +46,8 @@ class Deployments:
         self._store, self._origins, self._submissions, self._settings = store, origins, submissions, settings
 
     async def find(self, reference: str) -> ModelOrigin:
-        """Return the checkpoint `job:NAME@WHICH`. Raises NotFound, or ConfigError if the reference is malformed."""
+        """Return the checkpoint that ``reference`` names in the form `job:NAME@WHICH`. Raises NotFound, or ConfigError
+        if the reference is malformed."""
         return (await self._origins.find(reference))[0]
 
     async def deploy(self, origin: ModelOrigin) -> str:

@@ -1,6 +1,6 @@
 """Stores uploaded files in the data directory: data sets in ``files/ID/rows.jsonl``, small models in
-``files/ID/model/``, with a record ``files/ID/file.json`` written once they are on disk, and user code in
-``code/SHA256.py``.
+``files/ID/model/``, and user code in ``code/SHA256.py``. Once a data set or a model is on disk, its record
+``files/ID/file.json`` is written.
 
 ``files/keys/DIGEST`` maps an Idempotency-Key to its file, and ``files/ID/key`` maps back. Services read the files by
 path, like checkpoints: they must see the same data directory.
@@ -39,16 +39,16 @@ MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
 _END, _LOCATOR_BYTES = struct.Struct("<4sHHHHIIH"), 20
-"""``_END`` is the layout of the record that ends a ZIP archive; its sixth field is the size of the directory in bytes.
-In an archive with 64-bit sizes a locator of ``_LOCATOR_BYTES`` bytes precedes that record."""
+"""``_END``: layout of the record that ends a ZIP archive; its sixth field is the size in bytes of the archive's central
+directory. In an archive with 64-bit sizes, a locator of ``_LOCATOR_BYTES`` bytes precedes that record."""
 MAX_ENTRY_BYTES = 512
-"""Largest size in bytes of a file's entry in the directory of a ZIP archive."""
+"""Largest size in bytes of a file's entry in the central directory of a ZIP archive."""
 ABANDONED_S = 3600.0
 """Age after which a half-written upload is removed (seconds). No upload takes so long, so a crash must have left it."""
 
 
 class FileRecord(BaseModel):
-    """An uploaded file, in the shape of OpenAI's files; ``sha256`` in hex."""
+    """An uploaded file in the format of OpenAI's files API; ``sha256`` is in hex."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -82,7 +82,8 @@ class FileStore:
     def __init__(self, root: Path, *, max_bytes: int, max_files: int) -> None:
         self._root, self._max_bytes, self._max_files = root, max_bytes, max_files
         self._lock = threading.Lock()
-        """Lock under which an upload checks for room and takes it, so that two uploads cannot take the same room."""
+        """Lock under which an upload checks for free space and takes it, so that two uploads cannot take the same
+        space."""
 
     def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
         """Store a copy of ``source``; return its record once the copy is on disk.
@@ -153,7 +154,8 @@ class FileStore:
             _sync(directory)
 
     def _earlier(self, key: str, record: FileRecord) -> FileRecord | None:
-        """Return the file uploaded with this key, or None. Raises HttpProblem: 422 if it was a different file."""
+        """Return the record of the file uploaded with ``key``, or None. Raises HttpProblem: 422 if that file differs
+        from the file of ``record``."""
         try:
             found = self.find((self._root / KEYS / _digest(key)).read_text()) if key else None
         except (OSError, NotFound):  # never used, or that file is deleted
@@ -165,7 +167,8 @@ class FileStore:
         return found
 
     def _check_room(self, nbytes: int) -> None:
-        """Raise HttpProblem (507) if there is no room for a further file of this size."""
+        """Raise HttpProblem (507) if the limits on the number and bytes of files leave no room for another file of
+        ``nbytes``."""
         known = self.list_all()
         total = sum(record.bytes for record in known) + nbytes
         if len(known) >= self._max_files or total > self._max_bytes:
@@ -248,7 +251,8 @@ def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
 
 
 def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
-    """Unpack an archive into ``folder``; return its size in bytes, 0 rows, and its SHA-256. Raises HttpProblem: 422."""
+    """Unpack an archive into ``folder``; return the archive's size in bytes, 0 (a model has no rows), and its SHA-256.
+    Raises HttpProblem: 422."""
     digest = hashlib.sha256()
     while block := source.read(1 << 20):
         digest.update(block)
@@ -278,7 +282,8 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
 
 
 def _archive(source: BinaryIO) -> zipfile.ZipFile:
-    """Open an archive. Raises ValueError if its directory is damaged, or too long for MAX_MODEL_FILES files."""
+    """Open a ZIP archive. Raises ValueError if its central directory is damaged, or is longer than MAX_MODEL_FILES
+    files need."""
     source.seek(-min(source.tell(), _LOCATOR_BYTES + _END.size), os.SEEK_END)
     tail = source.read()
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size) or tail.startswith(b"PK\6\7"):
@@ -330,7 +335,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Flush a directory, which makes new names in it durable."""
+    """Flush a directory to disk, so that new file names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,9 +20,9 @@ __all__ = ["GraderBench", "scorer_of"]
 
 DEADLINE_S = 30.0
 GRACE_S = 5.0
-"""Extra time for a worker that is busy with another request (seconds)."""
+"""Extra time for a reward worker that is busy with another request (seconds)."""
 MODEL_DEADLINE_S = 60.0
-"""Time limit for all completions of a group in a job whose grader calls a model (seconds)."""
+"""Deadline of the scorer of a grader that calls a model: longest time for all completions of a group (seconds)."""
 
 
 class GraderBench:

@@ -1,4 +1,4 @@
-"""Room in the stream LEDGER: when users are warned, and when new jobs are refused."""
+"""Free space in the stream LEDGER: fill levels from which users are warned, and from which new jobs are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_filling(state: StreamState) -> bool:
 
 
 def describe_ledger(state: StreamState) -> str:
-    """Return a text with the fill level of LEDGER and the remedy."""
+    """Return a text for users: the fill level of LEDGER, and how to free space."""
     return f"LEDGER is {state.bytes / state.max_bytes:.0%} full ({state.bytes} of {state.max_bytes} bytes): {ADVICE}"
 
 

@@ -1,4 +1,5 @@
-"""Resolves checkpoints of other jobs (``job:NAME@final``) and uploads as models, at the submission of a job file."""
+"""Resolves the references in a submitted job file: checkpoints of other jobs (``job:NAME@final``), and uploaded
+models."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ class Origins:
         self._jobs, self._ledgers, self._uploaded, self._data_dir = jobs, ledgers, uploaded, data_dir
 
     async def resolve(self, spec: AnyJob) -> tuple[AnyJob, ModelOrigin | None]:
-        """Replace a reference in ``model.path`` by the checkpoint's directory; return the new spec and the origin.
+        """Replace a reference to a checkpoint in ``model.path`` by the checkpoint's directory; return the new spec and
+        the checkpoint's origin.
 
         Without such a reference the origin is None. The id of an uploaded model or tokenizer is replaced by its
         directory. A deployment takes the settings that it leaves unset from the job that wrote the checkpoint.
@@ -91,7 +93,8 @@ class Origins:
         return spec.model_copy(update={"model": spec.model.model_copy(update=found)}) if found else spec
 
     async def find(self, reference: str) -> tuple[ModelOrigin, JobConfig]:
-        """Return the checkpoint ``job:JOB@WHICH`` and the config of its job. JOB is an id or a name, see ``job``.
+        """Return the checkpoint that ``reference`` (``job:JOB@WHICH``) names, and the config of its job. JOB is the id
+        or the name of a job.
 
         Raises:
             ConfigError: the reference is malformed, or the job trains no language model.
@@ -118,7 +121,8 @@ class Origins:
         return origin, config
 
     async def job(self, job: str) -> JobEntry:
-        """Return the job with this id, else the newest with this name, if possible one that trains. Raises NotFound."""
+        """Return the job with the id ``job``, else the newest job with the name ``job``, preferring jobs that train.
+        Raises NotFound."""
         index = await self._jobs.index()
         if (known := index.get(job)) is not None:
             return known

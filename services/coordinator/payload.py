@@ -17,7 +17,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def whole_of(bus: Bus, stream: str, message: Message, kind: type[T]) -> T:
-    """Return the decoded payload of a message, whose parts are joined if it has several.
+    """Return the decoded payload of ``message``. If the payload spans several messages, join its parts first.
 
     Raises:
         ProtocolError: the payload does not decode.

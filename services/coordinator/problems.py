@@ -1,4 +1,4 @@
-"""Errors that the HTTP API returns as they are: a status, a machine-readable code, and the invalid fields."""
+"""Errors that contain their HTTP reply: a status, a machine-readable code, and the invalid fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Flaw", "HttpProblem"]
 
 
 class Flaw(BaseModel):
-    """One flaw of a request."""
+    """One invalid part of a request: its place (``pointer``), and what is wrong with it (``detail``)."""
 
     pointer: str = Field(description="JSON pointer into the body, or the parameter as /query/NAME, /path/NAME")
     detail: str

@@ -62,9 +62,9 @@ ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
 """Fill level of LEDGER above which the ledgers of finished jobs are archived whatever their size, and the number of
 jobs whose ledgers are archived at a time."""
 BROKEN_TRIES = 3
-"""Number of crashes of a job's leader, on unexpected errors, after which the job is marked failed."""
+"""Number of crashes of a job's leader, caused by unexpected errors, after which the job is marked failed."""
 WOKEN_AT_ONCE = 16
-"""Number of job leaders that are woken for worker changes per turn of the event loop."""
+"""Number of job leaders that are woken per turn of the event loop after workers joined or changed their readiness."""
 SOUND_S = 300.0
 """A leader that ran for this long (seconds) resets the count of crashes."""
 
@@ -207,7 +207,8 @@ class CoordinatorService:
                 self._tasks[job.id] = asyncio.create_task(self._run_job(job.id, epoch))
 
     async def _run_job(self, job: str, epoch: int) -> None:
-        """Lead one job; its errors never end another one. A job that keeps crashing is marked failed."""
+        """Lead one job until it ends; an error of one job never ends another job. A job whose leader keeps crashing is
+        marked failed."""
         broken, began = 0, time.monotonic()
         while (error := await unexpected(self._lead_job(job, epoch))) is not None:
             expected = _only(error, Fenced, Unavailable)
@@ -228,7 +229,7 @@ class CoordinatorService:
             self._tasks.setdefault(job, asyncio.create_task(self._run_job(job, epoch)))
 
     async def _lead_job(self, job: str, epoch: int) -> None:
-        """Lead a job by its current record, until it ends."""
+        """Read the record of a job and lead the job until it ends; return at once if it has ended already."""
         record = await self.store.find(job)
         if record is None or record.status.phase in TERMINAL_PHASES:  # it ended meanwhile, and may be deleted
             return
@@ -257,7 +258,8 @@ class CoordinatorService:
         )
 
     async def clean_up(self, job: str) -> None:
-        """Delete unneeded data of a finished job. Retry while the bus is unreachable, since nothing else would."""
+        """Delete unneeded data of a finished job. Retry while the bus is unreachable, because nothing else would clean
+        up after this job."""
         while (error := await unexpected(self._purge_leftovers(job))) is not None:
             expected = _only(error, Unavailable)
             logger.warning("cleaning up after job %s: %s", job, error, exc_info=None if expected else error)
@@ -293,7 +295,8 @@ class CoordinatorService:
         self.runners.clear()
 
     async def _keep_room(self) -> None:
-        """Every few seconds, make room in streams that are nearly full, archive ledgers, and warn when LEDGER fills."""
+        """Every few seconds, make room in streams that are nearly full, archive ledgers, and warn if LEDGER is becoming
+        full."""
         while True:
             await asyncio.sleep(ROOM_EVERY_S)
             if not self.leading or self.bus.held:
@@ -320,7 +323,7 @@ class CoordinatorService:
                 runner.outbox.later(runner.journal.keep_up, keep=False)
 
     async def watch_ledger(self) -> None:
-        """Warn once when LEDGER fills; warn again only after it had room in between."""
+        """Warn once when LEDGER becomes too full. Warn again only if LEDGER had enough free space in the meantime."""
         state = await self.bus.stream_state(subjects.LEDGER)
         filled, self._ledger_fills = self._ledger_fills, is_filling(state)
         if not self._ledger_fills or filled:
@@ -331,7 +334,7 @@ class CoordinatorService:
                 runner.outbox.event("warning", "ledger_filling", describe_ledger(state))
 
     async def make_room(self, stream: str) -> None:
-        """If ``stream`` is nearly full, purge data from it that its job can do without.
+        """If ``stream`` is nearly full, purge data from it that jobs can do without.
 
         The oldest finished job loses its data first. Without one, some streams lose older data of all jobs.
         """
@@ -355,7 +358,7 @@ class CoordinatorService:
             await self.bus.purge(stream, GIVEN_UP[stream](job))
 
     async def _drop_interactions(self) -> None:
-        """Purge the interactions of the first job in ``without_interactions`` that has any.
+        """Purge the interactions of the first job in ``without_interactions`` that still has interactions.
 
         Each interaction has a subject of its own, so counting messages by subject would be too slow here.
         """
@@ -365,7 +368,8 @@ class CoordinatorService:
                 return
 
     async def _shorten_batches(self) -> None:
-        """Purge from BATCHES the manifests of batches that trainers of running jobs would not repeat if restarted."""
+        """Purge from BATCHES the manifests of those batches of running jobs that a restarted trainer would not train
+        again."""
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
                 start = earliest_start(runner.run.state, newest.number)
@@ -374,7 +378,8 @@ class CoordinatorService:
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:
-    """Return True if ``error``, or every leaf of an exception group, is an instance of ``kinds``."""
+    """Return True if ``error`` is an instance of one of ``kinds``; for an exception group, if every leaf of the group
+    is."""
     if isinstance(error, BaseExceptionGroup):
         return all(_only(inner, *kinds) for inner in error.exceptions)
     return isinstance(error, kinds)

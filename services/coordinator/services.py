@@ -36,7 +36,7 @@ __all__ = ["Services", "build_services"]
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """One attribute for each service.
+    """All services that the HTTP API calls, one attribute for each.
 
     A method that takes ``job`` (a full job id) raises NotFound for an unknown one. Every method that reads the bus may
     raise Unavailable (HTTP 503) or DeadlineError (HTTP 504). Return values are plain data, which the API neither keeps

@@ -1,4 +1,4 @@
-"""Shares of a store that all tenants use, so that a tenant that fills it is refused before the others are.
+"""Shares of a store that all tenants use: a tenant that fills the store is refused before the other tenants are.
 
 An owner may hold a share of the space that other owners leave free. With a share of 0.95 the first owner gets 95 % of
 an empty store, and the next owner 95 % of the rest. Some space always remains for a further owner.
@@ -28,12 +28,12 @@ OVERHEAD_BYTES = 160
 RETRY_S = 1.0
 POLL_S = 5.0
 KEY_SHARE = 0.95
-"""Share that a key may use of the part of a job's space that the job's other keys leave free."""
+"""Largest fraction that one key may use of a job's space, without the space that the job's other keys use."""
 PLACES = 1024
-"""Number of consecutive sequence numbers of a stream whose bytes are counted together."""
+"""Bytes are counted per range of this many consecutive sequence numbers of a stream."""
 LOOKED_AT = 0.25
-"""Share of the stream above which a job's oldest remaining message is looked up, to stop counting messages that the
-stream has removed."""
+"""Share of the stream FEEDBACK. For a job that uses more than this share, the oldest remaining message is looked up
+regularly, so that messages that the stream has removed are no longer counted."""
 
 
 class EntryShares:
@@ -48,7 +48,7 @@ class EntryShares:
         self._ends: list[tuple[float, str]] = []
 
     def has_room(self, owner: str, nbytes: int) -> bool:
-        """Return True if ``owner`` may store an entry of ``nbytes``."""
+        """Return True if ``owner`` may store another entry of ``nbytes`` bytes."""
         self._expire()
         others = self._used.total() - self._used[owner]
         wanted = self._used[owner] + nbytes + OVERHEAD_BYTES
@@ -100,7 +100,7 @@ class FeedbackShares:
                     self._bytes += nbytes if message.seq > self._looked_at else 0
 
     def has_room(self, job: str, key_id: str, nbytes: int) -> bool:
-        """Return True if ``key_id`` may store ``nbytes`` more in ``job``."""
+        """Return True if the API key ``key_id`` may store ``nbytes`` more bytes of feedback in ``job``."""
         if self._share >= 1 or not self._max_bytes:
             return True  # a full stream refuses the message itself
         of_job = self._jobs.get(job) or _JobBytes()
@@ -132,7 +132,8 @@ class FeedbackShares:
 
 
 class _JobBytes:
-    """Bytes of one job, counted per range of PLACES sequences: in total, and by sender number.
+    """Bytes of one job in FEEDBACK, counted for each range of PLACES sequence numbers: in total, and by sender number
+    (a hash of the API key).
 
     API keys map to at most NUM_SENDERS sender numbers, and a message has at most as many numbers as items.
     """
@@ -142,8 +143,8 @@ class _JobBytes:
         self.by_sender: Counter[int] = Counter()
         self._places: dict[int, tuple[int, Counter[int]]] = {}
         self._senders: dict[int, int] = {}
-        """Bytes by sender number, from the header of the newest message's first part. Its later parts, which follow
-        directly, have no such header and are counted by it."""
+        """Bytes by sender number, from the header of the newest message's first part. The message's later parts have no
+        such header; their bytes are divided among these senders."""
 
     def add(self, message: Message, nbytes: int) -> None:
         """Count a message."""

@@ -1,4 +1,5 @@
-"""User requests about existing jobs: stored in the job records, and reported as events with the id of the API key."""
+"""Requests of users about existing jobs. Each request is stored in the job's record, and reported as an event that
+names the API key."""
 
 from __future__ import annotations
 
@@ -151,7 +152,8 @@ class Steering:
         return record
 
     async def _publish_event(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
-        """Publish the event of a request that the job record already holds; log an error if the bus refuses it."""
+        """Publish the event about a user's request, which is already stored in the job's record; log an error if the
+        bus refuses the event."""
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
         row = {

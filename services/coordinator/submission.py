@@ -1,4 +1,4 @@
-"""Submission of jobs: the checks, the preview of the effects, and job ids by submission key."""
+"""Submission of jobs: checks of the job file, a preview of the submission's effects, and job ids by submission key."""
 
 from __future__ import annotations
 
@@ -63,13 +63,15 @@ __all__ = [
 ]
 
 SEALED_BYTES, REWARD_BYTES = 140, 9
-"""Bytes that a group, and each of its rewards, takes in the ledger and in the manifest of its batch."""
+"""Bytes that a group takes in the ledger entry and in the manifest of its batch, and bytes that each of its rewards
+adds."""
 ENTRY_ROOM = 128 << 10
 """Bytes reserved in the ledger entry of a batch for other events of the same decision."""
 FILM_S = 60.0
 """Deadline for describing a simulator with a camera (seconds): its first rendered frame is slow on a busy CPU."""
 DESCRIBE_S = 30.0
-"""Deadline for an env worker to create and describe a simulator at submission (seconds); a job has no such limit."""
+"""Deadline for an env worker to create and describe a simulator at submission (seconds). A submitted job has no such
+limit."""
 JOB_PREFIX = "job"
 SERVED = ("online_rl", "serving")
 """Kinds of jobs that clients address by name, as models."""
@@ -117,7 +119,8 @@ class Submissions:
         return record
 
     async def dry_run(self, spec: AnyJob) -> dict[str, Any]:
-        """Return the effects of ``submit`` without submitting: resolved batch sizes, data summary, memory.
+        """Return the effects that ``submit`` would have, without submitting: resolved batch sizes, a summary of the
+        data, memory.
 
         Raises:
             ConfigError: as for ``submit``.
@@ -323,7 +326,8 @@ def _engine_missing(need: Need) -> str:
 
 
 def _warnings(spec: TextJob, http_host: str) -> list[str]:
-    """Return warnings about allowed settings that are likely mistakes, given the address of the API."""
+    """Return warnings about allowed settings that are likely mistakes. ``http_host`` is the address on which the API
+    listens."""
     if is_loopback(http_host) or not isinstance(spec, OnlineJob) or spec.online.is_defended:
         return []
     return [
@@ -354,7 +358,8 @@ def _batch_of(spec: AnyTraining) -> dict[str, int]:
 
 
 def _check_entry(spec: AnyTraining) -> None:
-    """Raise ConfigError if a batch has too many groups: its ledger entry, and its manifest, must fit in one message."""
+    """Raise ConfigError if a batch has too many groups. The ledger entry and the manifest of a batch must each fit into
+    one message."""
     nbytes = SEALED_BYTES + REWARD_BYTES * spec.completions_per_group
     if spec.groups_per_batch * nbytes > MAX_INLINE_BYTES - ENTRY_ROOM:
         raise ConfigError(
@@ -378,7 +383,8 @@ def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> No
 
 
 def _with_unmeasured(spec: TextJob, data: DataSummary) -> DataSummary:
-    """Return ``data`` with a note on each held-out source that begins after the first ``evaluation.num_prompts`` rows.
+    """Return ``data`` with a note on each held-out source that is never evaluated, because the sources before it
+    already have ``evaluation.num_prompts`` rows.
 
     Raises:
         ConfigError: early stopping or the choice of the best checkpoint uses a metric of such an unmeasured source.
@@ -483,7 +489,7 @@ def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> 
 
 
 def beginning_note(spec: TextJob) -> list[str]:
-    """Return a note on the first token of plain prompts, if the job file leaves that token to a tokenizer on this host.
+    """Return a note on how plain prompts begin, if the job file leaves their first token to a tokenizer on this host.
 
     The post-processor in the tokenizer's file decides, as it does in the library with which workers load the tokenizer.
     """

@@ -104,7 +104,7 @@ class CodeTrials:
         return [f"{finding.key}: {finding.text}" for finding in findings]
 
     def _scorers(self, spec: AnyJob, example: Example | None) -> Iterator[Coroutine[Any, Any, list[Finding]]]:
-        """Yield a trial of each scorer that is code of the user or asks a model."""
+        """Yield a trial of each scorer that runs code of the user or asks a model."""
         if isinstance(spec, ServingJob | EmbodiedJob):
             return
         for place, scorer in enumerate(spec.reward.scorers):
@@ -185,7 +185,7 @@ def _untried(reason: str) -> str:
 
 
 def _example_of(spec: TextJob) -> Example | None:
-    """Return the first row of a job's data; None if it is missing or invalid, which the data check reports."""
+    """Return the first row of a job's data; None if that row is missing or invalid (another check reports this)."""
     config = spec.data if isinstance(spec, JobConfig) else spec.data_config
     form = config.prompt
     try:

@@ -86,7 +86,7 @@ class _Bounds:
         self._ending: deque[Callable[[], None]] = deque()
 
     def enter(self, host: str) -> str:
-        """Count a connection from ``host``; return the limit that it exceeds, or ''."""
+        """Count a connection from ``host``; return the name of the limit that the connection exceeds, or ''."""
         address = subscriber(host)
         self._open[address] += 1
         OPEN.set(self._open.total())
@@ -124,7 +124,8 @@ class _Bounds:
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """One connection. Ends with 408 if a head or a body is too slow, and with 431 if a head is too long."""
+    """One connection of a client. A request gets 408 if its head or body is too slow, and 431 if its head is too
+    long."""
 
     def __init__(self, bounds: _Bounds, **given: Any) -> None:
         super().__init__(**given)
@@ -133,7 +134,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._is_counted = self._is_refused = False
         self._in_body = False
         self._silent_bytes = 0
-        """Bytes since the parser last completed a head or a message, or returned a part of a body."""
+        """Number of bytes received since the parser last completed a head or a message, or returned a part of a
+        body."""
         self._body_bytes = 0
         self._began = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -163,7 +165,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._bounds.later(self.loop, partial(HttpToolsProtocol.connection_lost, self, exc))
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data in pieces that are no longer than what remains of the size limit of a head."""
+        """Parse received data in pieces. A piece is never longer than the size limit of a head still allows."""
         if not self._in_body and self._timer is None and not self._is_refused:
             self._begin(self._bounds.head_s)
         while data and not self._is_refused and not self.transport.is_closing():
@@ -176,7 +178,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             super().data_received(piece)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store one header or trailer; refuse the request if it has too many."""
+        """Store one header or trailer; refuse a request that has too many of them."""
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head(f"the request has more than {MAX_HEADERS} headers")
@@ -194,7 +196,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._begin(self._bounds.body_s)
 
     def _end_behind_pipeline(self) -> None:
-        """Answer the requests that wait, then close the connection; the client sends the remaining ones again."""
+        """Answer the requests that wait on this connection, then close the connection. The client must repeat its later
+        requests."""
         self._is_refused = True
         REFUSED.labels("pipeline").inc()
         self._stop_timer()
@@ -226,13 +229,14 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._watch_writing(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """Stop the write timeout: the client has read on."""
+        """Stop the write timeout: the client has read enough of the response."""
         super().resume_writing()
         if self._writer is not None:
             self._writer.cancel()
 
     def _check_writing(self, before: int) -> None:
-        """Disconnect the client if it has read too little since the last check, when ``before`` bytes were unsent."""
+        """Disconnect the client if it has read fewer than WRITE_BYTES since the last check, when ``before`` bytes were
+        unsent."""
         left = self.transport.get_write_buffer_size()
         if left > before - WRITE_BYTES:
             self.transport.abort()
@@ -243,7 +247,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._writer = self.loop.call_later(WRITE_S, self._check_writing, left)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Suppress uvicorn's warning: the server answers a request to upgrade in HTTP/1.1, as the standard allows."""
+        """Suppress uvicorn's warning about a request to upgrade the protocol: the server answers such a request in
+        HTTP/1.1, as the standard allows."""
 
     def _begin(self, seconds: float) -> None:
         """Start the deadline of a head or a body."""

@@ -1,4 +1,4 @@
-"""Episode states held by this process: created by the first request, used in order, dropped when idle."""
+"""Holds the states of episodes in this process: the first request creates a state, and an idle state is dropped."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.5
 UNHEARD_S = 20.0
-"""Seconds, beyond twice the limit of a request, for which a state is kept while its first reply is unconfirmed. A
-client that missed that reply asks another env worker and never returns.
+"""Seconds, in addition to twice the time limit of a request, for which a state is kept until the client confirms its
+first reply. A client that missed this reply asks another env worker and never returns.
 """
 
 
@@ -60,7 +60,7 @@ class World(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One held episode.
+    """An episode whose state this process holds, and its newest reply.
 
     Attributes:
         number: number of answered requests.
@@ -81,7 +81,7 @@ class _Held:
 
 
 class EpisodeBook:
-    """Holds at most ``most`` episodes, each for ``idle_s`` after its last request."""
+    """Holds the states of at most ``most`` episodes, each for ``idle_s`` seconds after its last request."""
 
     def __init__(self, world: World, *, most: int, idle_s: float) -> None:
         self._world, self._most, self._idle_s = world, most, idle_s

@@ -33,7 +33,8 @@ FORMAT = b"PSN1"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BegunStep:
-    """A step that the simulator is executing; ``following`` are the state ids of the next episodes [n]."""
+    """A step that the simulator is executing. ``following`` [n]: state ids of the episodes that begin after ended
+    ones."""
 
     request: StepRequest
     following: NDArray[np.int64]
@@ -53,7 +54,8 @@ class EnvPool:
         self._lengths_B = np.zeros(B, np.int32)
         self._succeeded_B = np.zeros(B, np.bool_)
         self._restored_B = np.zeros(B, np.bool_)
-        """True if the episode was restored: other episodes may continue the same snapshot and share the state id."""
+        """True for each environment whose episode was restored from a snapshot, which other episodes may continue,
+        too."""
         self.num_steps = 0
         self.num_episodes = 0
         """Number of episodes started."""
@@ -83,7 +85,8 @@ class EnvPool:
         return self.finish_step(self.begin_step(request))
 
     def begin_step(self, request: StepRequest) -> BegunStep:
-        """Begin a ``step`` without waiting for its result. Next, call ``finish_step``. Raises errors as ``step``."""
+        """Begin a ``step`` without waiting for its result; next, call ``finish_step``. Raises the same errors as
+        ``step``."""
         env_ids = self._checked_ids(request.env_ids)
         actions = self._checked_actions(request.actions, len(env_ids))
         self._check_running(env_ids)
@@ -103,7 +106,7 @@ class EnvPool:
         return reply
 
     def snapshot(self, request: SnapshotRequest) -> SnapshotReply:
-        """Store running episodes, which continue.
+        """Return snapshots of running episodes; the episodes continue.
 
         Raises:
             Unsupported: the simulator has no snapshots.
@@ -130,7 +133,7 @@ class EnvPool:
         )
 
     def restore(self, request: RestoreRequest) -> ResetReply:
-        """Continue stored episodes as new ones; running episodes of these environments are abandoned.
+        """Continue episodes from snapshots, as new episodes; running episodes of the environments are abandoned.
 
         Raises:
             Unsupported: the simulator has no snapshots.
@@ -228,7 +231,8 @@ class EnvPool:
         self.num_lost += len(env_ids)
 
     def _next_states(self, request: StepRequest, env_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the state ids after an automatic reset; by default each advances by B."""
+        """Return the state ids of the episodes that begin after ended ones: those of the request, or the old ids plus
+        the number of environments."""
         if not len(request.next_state_ids):
             if request.auto_reset and self._restored_B[env_ids].any():
                 raise ProtocolError("next_state_ids: needed after a restore, because episodes may share a snapshot")

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 QUEUE = "env"
 IDLE_CHECK_S = 0.25
 MAX_TRIALS = 2
-"""Maximum number of trials of environments at once; each is a process."""
+"""Maximum number of environments that are tried out at the same time, each in a process of its own."""
 
 
 class EnvService:

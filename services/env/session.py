@@ -42,14 +42,14 @@ from penstock.shared.transport.bulk_message import FrameMail, Sent, is_large
 __all__ = ["EnvSession"]
 
 REST_BYTES = 1 << 16
-"""Bytes allowed for a reply beside its observations; enough except in extreme cases."""
+"""Bytes that are allowed for a reply in addition to its observations; almost always enough."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 18
-"""If no reply of a session can have more bytes, the event loop steps the environments itself. Otherwise a thread does,
-and clients on this host may read observations in the simulator's memory."""
+"""Maximum size of replies, in bytes, up to which the event loop itself steps the environments of a session. If replies
+can be larger, a thread does, and clients on this host may read observations in the simulator's memory."""
 INLINE_ACTIONS = 1 << 13
 """Maximum number of action components in a request that the event loop sends to the simulator: request and reply then
 fit into the buffers of a socket."""
@@ -78,10 +78,10 @@ class EnvSession:
         self._seq = -1
         self._frame: list[Buffer] = []
         self._reply: Sent | None = None
-        """Reply to request ``_seq``, kept until the next request: first as a frame, then as a message."""
+        """Encoded reply to request ``_seq``, kept until the next request; None until it is made from ``_frame``."""
         self._used = time.monotonic()
         self._small = False
-        """True if replies are so small that they are copied in the event loop."""
+        """True if replies are so small that the event loop copies them itself."""
         self._simulator: Simulator | None = None
         self._pool: EnvPool | None = None
 
@@ -144,7 +144,8 @@ class EnvSession:
         return reply
 
     def _fetch(self, data: bytes) -> bytes:
-        """Copy the frame that a message refers to: a simulator may still read its actions after the frame is freed."""
+        """Return a copy of the frame that a message refers to; a simulator may read actions after the frame is
+        freed."""
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
@@ -157,7 +158,7 @@ class EnvSession:
         self._seq, self._frame = body.seq, frame
 
     async def _message(self) -> bytes:
-        """Return the reply to the last request. If no space is left to pack it, a repeated request tries again."""
+        """Return the reply to the last request. If no space is left to encode it, a repeated request tries again."""
         if self._reply is None:
             pack = partial(self._mail.pack, self._frame, job=self.job)
             self._reply = await self._in_thread(pack) if is_large(self._frame) else pack()
@@ -238,8 +239,9 @@ class EnvSession:
 
 
 async def _readable(sockets: Sequence[socket.socket], until: float) -> bool:
-    """Return True once every socket has a whole message; False if one is closed or has only a part of a message, or at
-    the time ``until`` (monotonic seconds).
+    """Return True once every socket has a whole message, or False at the time ``until`` (monotonic seconds).
+
+    Return False earlier if a socket is closed or has only a part of a message.
     """
     loop = asyncio.get_running_loop()
     for connection in sockets:

@@ -28,11 +28,11 @@ __all__ = ["ToolSession"]
 QUEUE = "env"
 MAX_PROCESSES = 4
 MAX_EPISODES = 256
-"""Maximum number of episodes with state, each a process, per job and env worker."""
+"""Maximum number of episodes with state of one job on one env worker; each episode has a process."""
 MAX_CONCURRENT = 256
-"""Maximum number of calls that wait for a process here; further ones wait on the bus."""
+"""Maximum number of calls that this session accepts at once; further calls wait on the bus."""
 MAX_HELD = 4096
-"""Maximum number of concurrent requests for held episodes: high, because clients repeat requests in progress."""
+"""Maximum number of concurrent requests for episodes with state; it is high, as clients repeat requests in progress."""
 CLOSE_S = 0.5
 REMEMBER_S = 15.0
 """Seconds for which a reply is kept for a requester that did not receive it."""
@@ -70,7 +70,7 @@ class ToolSession:
         self._counts = {"calls": 0, "errors": 0, "failed": 0}
 
     async def run(self) -> None:
-        """Serve until drained or cancelled. While tools cannot be opened, every reply says so."""
+        """Serve until drained or cancelled. While tools cannot be opened, each call gets this error as its reply."""
         async with AsyncExitStack() as closing:
             if self._pool is not None:
                 closing.push_async_callback(self._pool.close)
@@ -113,7 +113,8 @@ class ToolSession:
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Execute a call once: a repeated request joins the first. If the call could not begin, it is tried anew."""
+        """Execute a call once: a repeated request gets the first one's reply. A call that could not begin is tried
+        again."""
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
@@ -122,7 +123,8 @@ class ToolSession:
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
     def _remember(self, call: str, done: asyncio.Task[ToolReply], request: ToolRequest) -> None:
-        """Store the reply of a stateless call for REMEMBER_S, but no error. Episodes store their own replies."""
+        """Keep the reply of a stateless call for REMEMBER_S; drop an error, or a reply that its episode stores
+        itself."""
         if request.state is not None or done.cancelled() or done.exception() is not None:
             self._asked.pop(call, None)
         else:

@@ -39,7 +39,8 @@ class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """Result of completion ``index``, which took ``seconds``: a finite score per scorer, or an error and no scores."""
+    """Result of completion ``index``: a finite score per scorer, or an error and no scores. Scoring took
+    ``seconds``."""
 
     index: int
     scores: list[float]

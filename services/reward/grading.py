@@ -37,7 +37,7 @@ class GradingService:
         self._waiting = 0
 
     async def open(self) -> Server:
-        """Start serving."""
+        """Start to serve grading requests."""
         return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=_MAX_READ)
 
     async def _on_request(self, data: bytes) -> bytes:
@@ -87,5 +87,5 @@ async def grade(request: GradeRequest) -> GradeReply:
 
 
 def _with_kind(problem: str) -> str:
-    """Return an error text with its kind in front (``other_error`` for a text without kind); '' stays ''."""
+    """Return an error text that begins with its kind of error (``other_error`` if it had none); return '' for ''."""
     return error_text(*split_error(problem)) if problem else ""

@@ -41,7 +41,8 @@ class _Sheet:
     errors: dict[int, str] = field(default_factory=dict)
 
     def reply(self, names: list[str], total: Callable[[list[float]], float]) -> ScoreReply:
-        """Build the reply with rewards by ``total``; failed completions have 0 in all columns."""
+        """Build the reply; ``total`` computes a reward from scores. A failed completion has 0 as reward and as each
+        score."""
         nothing = [0.0] * len(names)
         rows = [self.scores.get(i, nothing) for i in range(self.num_completions)]
         return ScoreReply(
@@ -53,7 +54,7 @@ class _Sheet:
 
 
 class ScorerPool:
-    """Starts processes once and reuses them; kills and replaces a process that hangs or dies."""
+    """Starts scorer processes once and reuses them; kills and replaces a process that hangs or dies."""
 
     def __init__(self, config: RewardConfig, num_processes: int) -> None:
         self._config = config
@@ -127,7 +128,8 @@ class ScorerPool:
             await self._score_apart(request, left, sheet)
 
     async def _take(self) -> ScorerProcess | None:
-        """Take a slot; return its process, or None if that is not alive. Raises TimeoutError if all slots stay busy."""
+        """Take a slot; return its process, or None if no process lives in it. Raises TimeoutError if all slots stay
+        busy."""
         if self._slots.empty():
             async with asyncio.timeout(_QUEUE_LIMIT_S):
                 process = await self._slots.get()
@@ -138,7 +140,8 @@ class ScorerPool:
     async def _run(
         self, process: ScorerProcess, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet
     ) -> Sequence[int] | None:
-        """Score ``indices`` into ``sheet``. Return None if the process is healthy, else the indices left to score."""
+        """Score the completions ``indices``, and store the results in ``sheet``; return the indices left to score if
+        the process fails, else None."""
         limit_s = self._config.timeout_s
         completions = [request.completions[i] for i in indices]
         process.submit(Score(request.prompt, completions, request.answer, row_for(request.row, indices)))

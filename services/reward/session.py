@@ -35,12 +35,12 @@ FAILED = metrics.counter("reward_completions_failed", "Completions whose scorer 
 
 QUEUE = "reward"
 ACK_WAIT_S = 5.0
-"""Lease in seconds: a group without a lease extension for this long goes to another reward service."""
+"""Lease of a group in seconds: if its lease is not extended for this long, the group goes to another reward service."""
 MAX_DELIVER = 5
 FETCH_WAIT_S = 1.0
 PUBLISH_DEADLINE_S = 5.0
 SLOWEST_BYTES_PER_S = 4 << 20
-"""Assumed slowest upload, which gives a large group a longer deadline."""
+"""Upload rate that is assumed in the worst case (bytes per second), so that large groups have longer deadlines."""
 UNREADABLE_PAUSE_S = 0.5
 CLOSE_S = 0.5
 MAX_PROCESSES = 4
@@ -72,7 +72,7 @@ class RewardSession:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until cancelled. While the scorers cannot be opened, every reply says so, and opening is retried."""
+        """Serve until drained or cancelled. While the scorers cannot be opened, every reply has this error."""
         try:
             await self._pool.start()
             if self._pool.refused is not None:
@@ -96,7 +96,8 @@ class RewardSession:
     # -- fast: request and reply -------------------------------------------------------------------------------------
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Score once per request id: a request repeated after a timeout gets the result of the first scoring."""
+        """Score the completions of a request. A request repeated after a timeout gets the result of the first
+        scoring."""
         request, envelope = unpack(data, ScoreRequest)
         if not envelope.id:
             return pack(await self._score(request), job=self.job)

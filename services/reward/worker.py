@@ -30,7 +30,7 @@ Named = list[tuple[str, Scorer | GroupScorer]]
 
 
 def main() -> None:
-    """Serve one channel until it closes."""
+    """Open scorers and score completions as the messages on the channel request, until the channel closes."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent, "reward")
@@ -70,7 +70,8 @@ def _open(message: Open) -> tuple[Named, str]:
 
 
 def _results(scorers: Named, request: Score) -> Iterator[Result]:
-    """Yield one result per completion. Group scorers run first; the first result's ``seconds`` include their time."""
+    """Yield one result per completion. Group scorers run first; their time is part of the first result's
+    ``seconds``."""
     started = time.monotonic()
     columns = {
         place: _column(name, scorer, request)

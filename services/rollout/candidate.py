@@ -1,4 +1,4 @@
-"""A second engine with a job's newest version, while its main engine serves an older one until promotion."""
+"""A second engine for a job's newest version. The job's main engine serves an older version until the promotion."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Candidate"]
 
 
 class Candidate:
-    """Serves a candidate, a version before its promotion, for held-out prompts and the live requests of its trial.
+    """Serves a candidate (a version not yet promoted) for held-out prompts and for live requests that try the version.
 
     The constructor blocks while the model loads.
     """
@@ -36,12 +36,12 @@ class Candidate:
         self.policy = PolicyFollower(bus, settings, job, self.engine, key=key, leaving=self._leave)
         self.maker = GroupMaker(job, settings.worker_id, config, self.engine, tokenizer)
         self.on_leave: Callable[[], Awaitable[None]] | None = None
-        """Callback that moves live requests away before the engine loads another version."""
+        """Callback that moves live requests to the main engine before this engine loads another version."""
         self._left = (-1, -1)
         """Version and trainer epoch that the engine is about to replace."""
 
     async def run(self) -> None:
-        """Follow the newest version until cancelled."""
+        """Start the engine, and load each newly announced version into it, until cancelled."""
         await self.engine.start()
         await self.policy.run()
 

@@ -1,4 +1,4 @@
-"""Rule for groups in progress when new weights arrive: continue, begin again, or end first (``rollout.on_update``)."""
+"""Applies ``rollout.on_update``: groups in progress outlast an update, begin again, or must end before the update."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ class CommitRule:
         """Groups in progress."""
         self._changed = asyncio.Event()
         self.is_open = True
-        """False while no group may begin, because an update comes first."""
+        """False while no group may begin, because an update to new weights must come first."""
         self.is_leaving = False
-        """True once this worker leaves: it begins no further group."""
+        """True once this worker is leaving, so that it begins no further group."""
         self._arriving, self._applied = (-1, ""), (-1, "")
         """Version and digest of the newest update, and of the newest update to which the rule was applied."""
         self.discarded_tokens = 0
-        """Number of tokens generated in vain since the start."""
+        """Number of generated tokens that updates made useless, since the start of this worker."""
 
     async def make(self, key: str, generate: Callable[[Attempt], Awaitable[Group]]) -> Group:
-        """Generate and return a group. If 'restart' discards it, generate it again, until the caller's deadline.
+        """Generate and return a group. If an update discards it (``on_update: restart``), generate the group again.
 
         Args:
             key: key of the ticket.
@@ -107,7 +107,7 @@ class CommitRule:
             DISCARDED.inc(num_tokens)
 
     def leave(self) -> None:
-        """Begin no further group, and end every wait. Groups in progress go on. Safe to repeat."""
+        """Begin no further group, and end all waits of groups and updates. Groups in progress go on. Safe to repeat."""
         self.is_leaving = True
         self._changed.set()
 
@@ -142,7 +142,8 @@ class CommitRule:
             self._open()
 
     async def interrupt(self) -> None:
-        """Discard the groups in progress if the rule is 'restart'; called directly before the engine serves a version.
+        """If ``on_update`` is 'restart', discard the groups in progress; called just before the engine serves new
+        weights.
 
         These groups begin again at the end of the block of ``update``. Other requests of the engine continue. If the
         update then fails, a later attempt to load the same version discards nothing: a version that cannot be served

@@ -52,7 +52,8 @@ class EnvRequests:
         self._bus, self._job, self._limit_s, self._wait, self._done = bus, job, limit_s, wait, done
 
     async def ask(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
-        """Return the reply of an env worker. Errors become a failed reply, so that no policy output ends the session.
+        """Send a request to an env worker; return its reply. Errors become failed replies: no policy output ends the
+        session.
 
         Once an attempt finds no worker that responds, the clock is paused until the reply arrives.
 

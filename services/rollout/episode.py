@@ -1,4 +1,4 @@
-"""Conversion of a prompt and an engine's completions to a group. Pure."""
+"""Conversion of a prompt and an engine's completions to a group. Pure functions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def group_experts(samples: Sequence[Sample], num_prompt: int) -> NDArray[Any] | 
 
 
 def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:
-    """Return the engine requests of a ticket: sampling parameters and number of completions; the greedy one is last."""
+    """Return the engine requests of a ticket: (sampling parameters, number of completions), the greedy one last."""
     if ticket.purpose == "train" and isinstance(config, JobConfig):
         chosen, seed = config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)
         num_samples, greedy = config.algorithm.group_size, config.algorithm.greedy_baseline
@@ -152,13 +152,13 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def skipped_group(*, job: str, draw: Draw, epoch: int, worker: str, reason: str, prompt: Prompt) -> Group:
-    """Return a group without trajectories for an unusable prompt: the draw ends as dropped(reason)."""
+    """Return a group without trajectories for an unusable prompt. The coordinator drops the draw for ``reason``."""
     meta = {"skipped": reason, "worker": worker, "prompt": prompt.text[:200], "source": prompt.source}
     return _empty_group(job=job, draw=draw, epoch=epoch, meta=meta)
 
 
 def failed_group(*, job: str, draw: Draw, epoch: int, worker: str, error: str) -> Group:
-    """Return a group without trajectories because of an error: the draw ends as dropped(failed) and is redrawn."""
+    """Return a group without trajectories after an error. The coordinator drops the draw as 'failed' and redraws it."""
     return _empty_group(job=job, draw=draw, epoch=epoch, meta={"error": error, "worker": worker})
 
 

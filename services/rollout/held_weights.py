@@ -15,7 +15,7 @@ __all__ = ["HeldWeights", "WeightRing"]
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Tensors of a published policy ``version`` by name; if only adapters are published, the adapter."""
+    """Tensors of a published policy ``version`` by name: those of the adapter if only adapters are published."""
 
     version: int
     tensors: Mapping[str, Tensor]

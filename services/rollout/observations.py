@@ -12,7 +12,7 @@ __all__ = ["ObservationWriter", "TextTokenizer", "without"]
 
 
 class TextTokenizer(Protocol):
-    """The part of a tokenizer that observations need (transformers' interface)."""
+    """Interface of the tokenizer methods (of transformers) that this module calls."""
 
     @property
     def all_special_tokens(self) -> list[str]: ...
@@ -70,7 +70,7 @@ class ObservationWriter:
 
 
 def without(text: str, special_tokens: Sequence[str]) -> str:
-    """Return text of an environment without special tokens, which could end the turn or imitate another role."""
+    """Remove special tokens from an environment's text, because they could end the turn or imitate another role."""
     before = ""
     while before != text:  # removing a token may form another one
         before = text

@@ -36,7 +36,7 @@ __all__ = ["GRACE_S", "SAVE_S", "PartialGroups"]
 logger = logging.getLogger(__name__)
 
 GRACE_S = 4.0
-"""Seconds that a leaving worker gives its groups to end: so a whole drain takes less than the 10 s of `docker stop`."""
+"""Seconds that a leaving worker gives its groups to end; a whole drain must fit into the 10 s of `docker stop`."""
 SAVE_S = 3.0
 """Seconds for which a leaving worker tries to save the groups that did not end."""
 RETRY_S = 0.5

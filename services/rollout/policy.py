@@ -1,4 +1,4 @@
-"""Updates of one engine to the newest published policy: staged while it serves, committed at a token boundary."""
+"""Keeps one engine at the newest policy: stages each version while the engine serves, commits at a token boundary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 ASK_AFTER = 4
-"""Number of attempts to open a version between two requests to its trainer to publish it again."""
+"""Number of failed attempts to load a version after which this worker asks the trainer to publish the version again."""
 ASK_DEADLINE_S = 2.0
 
 
@@ -45,7 +45,7 @@ class _Referred:
         return {}
 
     def intact(self) -> bool:
-        """Return True: the holder of the memory checks it."""
+        """Return True, because the engine's process that holds the memory checks it."""
         return True
 
     def release(self) -> None:

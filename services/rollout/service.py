@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "rollout"
 MAX_TRIALS = 2
-"""Maximum number of trials of user code at once; each is a process."""
+"""Maximum number of trials of user code at the same time; each runs in a process of its own."""
 
 
 class RolloutService:

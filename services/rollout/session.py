@@ -65,7 +65,7 @@ def score_requests(group: Group) -> list[ScoreRequest]:
 
 
 def joined(replies: Sequence[ScoreReply]) -> ScoreReply:
-    """Merge replies for all completions; a component missing in a reply is 0 there."""
+    """Merge the score replies for parts of a group. A component that a reply lacks is 0 for the reply's completions."""
     names = dict.fromkeys(name for reply in replies for name in reply.parts)
     return ScoreReply(
         rewards=[reward for reply in replies for reward in reply.rewards],
@@ -463,7 +463,7 @@ class RolloutSession:
 
 
 async def _watch(engine: Engine) -> None:
-    """Raise Unavailable once the engine cannot serve any more, so that the session is reopened with a new one."""
+    """Raise Unavailable once the engine can no longer serve, so that the session is opened again with a new engine."""
     while True:
         await asyncio.sleep(HEALTH_S)
         await engine.health()

@@ -101,8 +101,8 @@ class TicketTaker:
         return key in self._repeated
 
     def drain(self) -> None:
-        """Take no more tickets, and give back those that wait for a policy version; ``run`` ends once the others are
-        done."""
+        """Take no more tickets, and give back those that wait for a policy version. ``run`` ends once all other tickets
+        are done."""
         self._draining = True
         self._changed.set()
         now = asyncio.get_running_loop().time()

@@ -57,7 +57,7 @@ class Episode:
         return sum(self.mask)
 
     def say(self, sample: Sample, text: str) -> None:
-        """Append a turn of the policy. The observation before it gets the turn's first version, which has read it."""
+        """Append a turn of the policy. The observation before the turn is labelled with the version that read it."""
         self.finish = sample.finish
         self.num_turns += 1
         if not sample.token_ids:

@@ -1,4 +1,4 @@
-"""Process that tries out the user code of a job, which rollout workers would import, before the job is submitted.
+"""Process that tries the user code of a job before the job is submitted: code that rollout workers would import.
 
 The process calls the function that orders the data (`data.curriculum`) on the first row, and the redaction function on
 a text. It imports an engine's class and the code in a model's directory, but creates no engine or model.
@@ -86,7 +86,7 @@ def _opened(path: str, shown: str, /, *args: Any, **named: Any) -> Any:
 
 
 def main() -> None:
-    """Try the code once."""
+    """Entry point of the process: run ``try_code`` once on the request from the parent process."""
     serve_trial("rollout", try_code)
 
 

@@ -1,4 +1,4 @@
-"""A rank above 0: carries out the orders of rank 0 and votes."""
+"""Follower: a trainer rank above 0, which carries out the orders of rank 0 and votes with the other ranks."""
 
 from __future__ import annotations
 

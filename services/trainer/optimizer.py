@@ -17,7 +17,7 @@ __all__ = ["AdamW8bit", "Optimizer", "check_fits", "copy_into", "decayed_names"]
 
 
 class AdamW8bit:
-    """bitsandbytes' 8-bit AdamW with the part of ``torch.optim.Optimizer`` that is used here.
+    """bitsandbytes' 8-bit AdamW with the part of torch's optimizer interface that this module uses.
 
     Small tensors keep 32-bit moments. ``state`` holds live tensors, so that loading can copy into them, but not the
     library's quantization tables and integer step counts.
@@ -106,7 +106,7 @@ class Optimizer:
                 self._params[name].grad = None
 
     def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """Return the global L2 norm of the gradients. Overridden where a rank holds shards of them."""
+        """Return the global L2 norm of the gradients. Subclasses for sharded gradients override this method."""
         return torch.nn.utils.get_total_norm(list(grads.values()))
 
     def step(self, learning_rate: float) -> float:
@@ -186,7 +186,7 @@ def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: s
 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: str) -> None:
-    """Raise CheckpointError unless both have the same names, shapes and types; ``what`` names the state in errors."""
+    """Raise CheckpointError unless ``own`` and ``saved`` agree in names, shapes and types; ``what`` names the state."""
     if own.keys() != saved.keys():
         odd = sorted(own.keys() ^ saved.keys())
         raise CheckpointError(f"{what} does not fit the model: {len(odd)} names differ, the first is '{odd[0]}'")

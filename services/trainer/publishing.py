@@ -124,7 +124,7 @@ class Publishing:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Wait for a slot of the thread that writes weights; see ``SlotPool.waiting``."""
+        """Return the wait of the writing thread for a free slot, None if it does not wait; see ``SlotPool.waiting``."""
         return None if self._publisher is None else self._publisher.waiting
 
     @property

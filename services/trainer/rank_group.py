@@ -63,7 +63,7 @@ class RankGroup:
         await self._order(Load(str(path)), partial(self._replica.load, path))
 
     def inputs(self, last_trained: int) -> BatchInputs:
-        """See ``Replica.inputs``."""
+        """Return a prefetcher of the batches after ``last_trained``; see ``Replica.inputs``."""
         return self._replica.inputs(last_trained)
 
     async def train(self, manifest: BatchManifest, inputs: BatchInputs | None = None) -> dict[str, float]:

@@ -223,7 +223,7 @@ class Replay:
 
 
 def _differences(written: list[Path], here: dict[str, str]) -> list[str]:
-    """Return the differences between the environments that wrote these checkpoints and this one, without duplicates."""
+    """Return the differences between environment ``here`` and those that wrote the checkpoints, without duplicates."""
     found: dict[str, None] = {}
     for path in written:
         with contextlib.suppress(CheckpointError):  # a damaged manifest names no environment

@@ -135,7 +135,7 @@ class Replica:
         return [int(position) for position in np.flatnonzero(owner == self._collective.rank)]
 
     async def fetch(self, manifest: BatchManifest, inputs: BatchInputs | None) -> BatchShard[Any]:
-        """Return this rank's groups, after a vote in which every rank confirms that it has its own.
+        """Return this rank's groups of a batch, after all ranks have confirmed in a vote that they have their groups.
 
         Raises:
             Untrainable: groups of any rank cannot be trained; names all bad draws, on every rank.

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the update index: nothing to checkpoint, no drift after a resume."""
+"""The learning rate as a pure function of the update index, so that checkpoints need not store its state."""
 
 from __future__ import annotations
 

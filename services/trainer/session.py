@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 async def is_wanted(bus: Bus, job: str) -> bool:
-    """Return True if the job exists and is not to be paused; False while the bus is unavailable."""
+    """Return True if the job exists and its desired state is not 'paused'; False while the bus is unavailable."""
     try:
         entry = await bus.kv(subjects.JOBS).get(job)
     except Unavailable:  # the caller polls
@@ -73,8 +73,8 @@ async def is_wanted(bus: Bus, job: str) -> bool:
 RESTART_S = 0.5
 RESUMED_POLL_S = 1.0
 TURN_LEASES = 4
-"""Lease lengths that a job waits for its lease before it yields the ranks to other jobs. A trainer that cannot open a
-job waits as long before it tries again."""
+"""Number of lease durations for which a job waits for its lease before it yields the ranks to other jobs. A trainer
+that cannot open a job waits as long before it tries again."""
 
 
 class TrainerSession:
@@ -401,7 +401,7 @@ class TrainerSession:
             await asyncio.sleep(RESUMED_POLL_S)
 
     async def _let_others_try(self) -> None:
-        """Wait before the next attempt, so that a trainer that can perhaps open the job gets the lease first."""
+        """Wait before the next attempt to open the job, so that another trainer can get the lease and try first."""
         end = time.monotonic() + TURN_LEASES * self._settings.lease_s
         while not self._draining and time.monotonic() < end:
             await asyncio.sleep(min(RESTART_S, self._settings.lease_s))

@@ -38,7 +38,7 @@ class Teacher(Protocol):
         """Return the layout of the whole weights."""
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """Return log-probs of the scored tokens, float32 [M]; [0] for None, if this rank has no more microbatches."""
+        """Return log-probs of the scored tokens, float32 [M]; empty on a rank that has no more microbatches."""
 
 
 def open_teacher(

@@ -1,4 +1,5 @@
-"""Aggregation of token losses to one number. Every denominator is an argument that counts the whole minibatch.
+"""Aggregation of token losses to one number. Every function gets its denominator as an argument, counted over the whole
+minibatch.
 
 The sum of these values over microbatches, each with the denominators of the minibatch, equals the value of the
 minibatch: another split into microbatches changes no gradient.
@@ -23,7 +24,7 @@ def token_mean(values_M: Tensor, *, num_tokens: int) -> Tensor:
 
 
 def sequence_mean(values_M: Tensor, lengths_M: Tensor, *, num_sequences: int) -> Tensor:
-    """Average over the tokens of each sequence, then over sequences (DeepSeekMath, arXiv 2402.03300, eq. 3).
+    """Average the token losses of each sequence, then average over sequences (DeepSeekMath, arXiv 2402.03300, eq. 3).
 
     Args:
         lengths_M: number of scored tokens in the sequence each token belongs to.
@@ -32,7 +33,8 @@ def sequence_mean(values_M: Tensor, lengths_M: Tensor, *, num_sequences: int) ->
 
 
 def constant(values_M: Tensor, *, num_sequences: int, horizon: int) -> Tensor:
-    """Divide the sum over tokens by ``horizon``, then average over sequences (Dr. GRPO, arXiv 2503.20783, §3.2)."""
+    """Divide the sum of all token losses by ``horizon`` and by the number of sequences (Dr. GRPO, arXiv 2503.20783,
+    §3.2)."""
     return values_M.sum() / (num_sequences * horizon)
 
 

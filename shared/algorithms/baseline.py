@@ -1,4 +1,5 @@
-"""Baseline for data without groups: each prompt occurs once, so a running value per kind of prompt is tracked.
+"""Baseline for data without groups: each prompt occurs once, so the mean reward of each kind of prompt is tracked over
+batches.
 
 Single-stream policy optimization (arXiv 2509.13232, §3.2): subtract the tracked value, then whiten over the batch. The
 decay is constant here instead of depending on the KL. Plain floats, because the coordinator computes it.
@@ -13,15 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 __all__ = ["EVERYTHING", "Tracked", "mean_without", "sums_of", "track", "value_of"]
 
 EVERYTHING = ""
-"""Name of the bucket of all rewards, whose value is the prior of buckets with few rewards."""
+"""Name of the bucket that counts the rewards of all prompts; its value is the prior of buckets with few rewards."""
 
 Tracked = tuple[float, float]
 """``(weighted sum of rewards, sum of weights)`` of a bucket, with decaying weights."""
 
 
 def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weight: float) -> float:
-    """Return the weighted mean reward of a bucket, as if it had also received ``weight`` (> 0) rewards equal to the
-    value of the bucket of all rewards.
+    """Return the tracked mean reward of a bucket, with the mean of all rewards as a prior that counts like ``weight``
+    (> 0) rewards.
 
     The bucket of all rewards itself counts as if it had also received ``weight`` rewards equal to ``value``.
     """
@@ -32,7 +33,8 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
 
 
 def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
-    """Add ``sums``, the ``sums_of`` of a batch, to the decayed sums in ``tracked``; return the sums that changed.
+    """Add the reward sums of a batch, ``sums`` (from ``sums_of``), to the decayed sums in ``tracked``; return the sums
+    that changed.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
     policy gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep ·
@@ -59,7 +61,8 @@ def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None
 
 
 def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:
-    """Return ``(Σ r, n)`` of each bucket, and of all rewards, in a batch of ``(bucket, reward)`` in any order."""
+    """Return ``(sum of rewards, number of rewards)`` of each bucket and of all rewards. The order of the given
+    ``(bucket, reward)`` pairs has no influence."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for bucket, reward in rewards:
         for name in _counted(bucket):

@@ -20,7 +20,7 @@ __all__ = ["Turns", "at_last_token", "to_tokens", "turn_returns", "turns", "turn
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Positions of turns.
+    """Numbers of the turns in a batch: the turn of each token, and the range of turns of each trajectory.
 
     Attributes:
         turn_T: number of the turn of each token among all turns of the batch, from 0; -1 where the mask is 0.

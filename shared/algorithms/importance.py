@@ -1,4 +1,5 @@
-"""Importance weights from one policy's samples to another policy; bounded, without gradient.
+"""Importance weights that correct for samples drawn from another policy than the trained one; bounded, without
+gradient.
 
 Used if the sampler's log-probs differ from the trainer's for the same weights, and in decoupled PPO.
 

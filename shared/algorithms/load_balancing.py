@@ -11,7 +11,8 @@ __all__ = ["load_balancing_loss"]
 
 
 def load_balancing_loss(probs_E: Tensor, chosen_E: Tensor, *, num_tokens: int) -> Tensor:
-    """``E · Σ_i f_i P_i`` of one layer (Switch Transformer, arXiv 2101.03961, eq. 4-6); 1 for an even load.
+    """``E · Σ_i f_i P_i``, the load-balancing loss of one layer with E experts (Switch Transformer, arXiv 2101.03961,
+    eq. 4-6); 1 for an even load.
 
     ``f_i`` is the share of all assignments that went to expert i, ``P_i`` its mean probability. The paper has one
     expert per token; with K of them there are K times as many assignments as tokens, and ``Σ f_i = 1`` for any K. Both

@@ -50,7 +50,7 @@ def log_ratio(logprobs_M: Tensor, behaviour_logprobs_M: Tensor) -> Tensor:
 
 
 def policy_gradient_loss(logprobs_M: Tensor, behaviour_logprobs_M: Tensor, advantages_M: Tensor) -> PolicyLoss:
-    """``-A log pi`` (REINFORCE, Williams, 1992): the gradient for on-policy data, without ratio and clip.
+    """``-A log pi`` (REINFORCE, Williams, 1992): the policy-gradient loss for on-policy data, without ratio and clip.
 
     Args:
         behaviour_logprobs_M: only used to report the ratio.
@@ -77,7 +77,8 @@ def clipped_ratio_loss(
 
 
 def clipped(ratio_M: Tensor, advantages_M: Tensor, *, low: float, high: float) -> PolicyLoss:
-    """``max(-A r, -A clip(r, low, high))`` for ratios of tokens or of sequences."""
+    """``max(-A r, -A clip(r, low, high))`` for advantages A and ratios r, which may be ratios of tokens or of
+    sequences."""
     loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * ratio_M.clamp(low, high))
     ratio_M = ratio_M.detach()
     return PolicyLoss(

@@ -16,7 +16,7 @@ __all__ = ["normalise_rewards", "penalised_rewards", "scale_and_clip"]
 
 
 def normalise_rewards(rewards_B: Tensor, seen: Moments) -> Tensor:
-    """``(r - mean) / sqrt(variance + 1e-8)``, float32 [B].
+    """``(r - mean) / sqrt(variance + 1e-8)`` with mean and variance of all rewards of the run so far, float32 [B].
 
     Args:
         seen: moments of all rewards of the run, ``rewards_B`` included; the caller accumulates them.

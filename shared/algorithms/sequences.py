@@ -1,4 +1,4 @@
-"""Sums over the sequences of flat arrays, which are concatenated and split by cumulative lengths.
+"""Sums over sequences that are concatenated to flat arrays; cumulative lengths mark where each sequence begins.
 
 Shape legend: B = sequences, B1 = B + 1, T = tokens of all sequences, N = any elements in the order of their sequences,
 M = tokens in any order.
@@ -26,8 +26,8 @@ def is_last(sequence_N: Tensor) -> Tensor:
 
 
 def sequence_sum(values_M: Tensor, rows_M: Tensor) -> Tensor:
-    """Return for each token the sum of ``values_M`` over all tokens with the same number in ``rows_M``, [M];
-    differentiable."""
+    """Return for each token the sum of ``values_M`` over all tokens of its sequence, [M]; differentiable. ``rows_M``
+    has the sequence number of each token."""
     if not len(rows_M):
         return values_M
     sums_B = values_M.new_zeros(int(rows_M.max()) + 1).index_add(0, rows_M, values_M)

@@ -18,7 +18,7 @@ VARIANCE_EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, sum and sum of squares. Adding the moments of parts gives the moments of the whole.
+    """Number, sum and sum of squares of some values. Adding the moments of parts gives the moments of the whole.
 
     The sums are float64: if the mean is c standard deviations from 0, the relative error of the variance is about
     c² · 1e-16.
@@ -29,7 +29,7 @@ class Moments:
     total_squares: float = 0.0
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the values of both together."""
+        """Return the moments of the values of ``self`` and ``other`` together."""
         return Moments(
             count=self.count + other.count,
             total=self.total + other.total,
@@ -38,7 +38,7 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """Mean; 0 without values."""
+        """Mean of the values; 0 if there are no values."""
         return self.total / self.count if self.count else 0.0
 
     @property

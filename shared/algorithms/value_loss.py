@@ -27,7 +27,7 @@ def huber_error(errors_M: Tensor, *, delta: float) -> Tensor:
 
 
 def value_loss(values_M: Tensor, returns_M: Tensor, *, error: Callable[[Tensor], Tensor]) -> Tensor:
-    """``error(V - R)``, [M]."""
+    """``error(V - R)`` for the critic's value V and the return R of each token, [M]."""
     return error(values_M - returns_M)
 
 
@@ -53,7 +53,8 @@ def clipped_value_loss(
 
 
 def explained_variance(residuals: Moments, returns: Moments) -> float:
-    """``1 - Var(R - V) / Var(R)``: 1 for a perfect critic, 0 for one that only predicts the mean.
+    """``1 - Var(R - V) / Var(R)`` for returns R and the critic's values V: 1 for a perfect critic, 0 for a critic that
+    only predicts the mean.
 
     Returns 0 if the returns do not vary. Moments can be added over ranks: see ``statistics``.
     """

@@ -39,8 +39,8 @@ class DynamicSampling(StrictModel):
     """Dynamic sampling: new draws replace groups whose rewards are all equal (DAPO, arXiv 2503.14476, eq. 11)."""
 
     max_resampled: float = Field(3.0, ge=0)
-    """Limit on replaced groups per batch, as a multiple of the groups in a batch; beyond it, groups train as they
-    are."""
+    """Limit on replaced groups per batch, as a multiple of the groups in a batch; beyond the limit, groups with equal
+    rewards are trained, too."""
 
 
 class CriticConfig(StrictModel):
@@ -51,8 +51,8 @@ class CriticConfig(StrictModel):
     warmup_updates: int = Field(0, ge=0)
     """Number of first updates that train only the critic."""
     clip: float | None = Field(0.2, gt=0)
-    """Clip range of value updates: a value moved this far towards its target gets no further gradient; null: no
-    clipping."""
+    """Clip range of value updates: a value that has moved this far towards its target gets no further gradient; null:
+    no clipping."""
     huber_delta: float | None = Field(None, gt=0)
     """Threshold of the Huber loss: larger errors count linearly; null: squared error."""
 
@@ -80,12 +80,13 @@ Discount = Annotated[float, Field(gt=0, le=1, description="Discount of each scor
 
 class _Algorithm(StrictModel):
     smallest: ClassVar[int] = 2
-    """Fewest trajectories from which a group can compute a baseline."""
+    """Smallest number of trajectories in a group from which the algorithm can compute a baseline."""
 
     group_size: int = Field(8, ge=2)
     """Completions sampled per prompt, G."""
     min_group: int | None = Field(None, ge=1)
-    """Groups with fewer non-failed trajectories are dropped and redrawn; default: half of group_size."""
+    """Smallest number of non-failed trajectories in a trained group; a group with fewer is dropped and redrawn.
+    Default: half of group_size."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0)
@@ -94,8 +95,8 @@ class _Algorithm(StrictModel):
     """Denominator of the ratio: log-probs of the sampler, or log-probs recomputed by the trainer at the start of the
     update."""
     importance: ImportanceConfig | None = None
-    """Importance correction of recomputed against sampled log-probs; needs `proximal: recomputed`. null: all weights
-    are 1."""
+    """Importance weights that correct the difference between recomputed and sampled log-probs; needs `proximal:
+    recomputed`. null: all weights are 1."""
     kl: KLConfig | None = None
     """KL penalty to a reference policy; null: no reference model is loaded."""
     entropy_coef: float = 0.0
@@ -120,7 +121,7 @@ class _Algorithm(StrictModel):
 
     @property
     def smallest_group(self) -> int:
-        """Fewest trajectories with which a group is still trained."""
+        """Smallest number of non-failed trajectories in a group that is still trained."""
         return self.min_group if self.min_group is not None else max(self.smallest, self.group_size // 2)
 
     @property
@@ -186,7 +187,7 @@ class DrGRPOConfig(_CriticFree, _Rewarded):
 
     @property
     def scale_by_std(self) -> bool:
-        """False: dividing by the standard deviation would weight prompts by their difficulty."""
+        """Always False: dividing by the standard deviation would weight prompts by their difficulty."""
         return False
 
     @property
@@ -209,12 +210,12 @@ class DAPOConfig(_CriticFree, _Rewarded):
 
     @property
     def scale_by_std(self) -> bool:
-        """True, as in the paper (eq. 9)."""
+        """Always True: advantages are divided by the standard deviation of the group, as in the paper (eq. 9)."""
         return True
 
     @property
     def aggregation(self) -> Aggregation:
-        """`token_mean`: every token has the same weight (eq. 8)."""
+        """Always `token_mean`: every token has the same weight in the loss (eq. 8 of the paper)."""
         return "token_mean"
 
 
@@ -242,9 +243,9 @@ class ValueTracker(StrictModel):
     """Prior strength, in rewards: a kind of prompt starts as if it had seen this many rewards equal to the overall
     mean; the overall mean starts as if it had seen this many rewards equal to `value`."""
     siblings: bool = False
-    """Compare answers of one batch with each other if they belong to the same request (`n` > 1), or have the same
-    `group_id` and API key. The baseline of such an answer is the mean reward of the others (RLOO, arXiv 2402.14740);
-    other turns of the answer's own episode do not count."""
+    """Compare answers of one batch that belong to the same request (`n` > 1), or have the same `group_id` and API key.
+    The baseline of an answer is then the mean reward of the other answers (RLOO, arXiv 2402.14740), without turns of
+    the answer's own episode."""
 
     @model_validator(mode="after")
     def _buckets_have_a_tag(self) -> ValueTracker:
@@ -282,7 +283,7 @@ class REMAXConfig(_Alone, _Rewarded):
 
     @property
     def greedy_baseline(self) -> bool:
-        """True: one greedy completion per group, which group_size does not count."""
+        """Always True: each group has one greedy completion as baseline, which group_size does not count."""
         return True
 
 
@@ -300,13 +301,13 @@ class PPOConfig(_Algorithm, _Rewarded):
     normalise_advantages: bool = True
     """Normalise advantages to mean 0 and standard deviation 1 over all scored tokens of the batch."""
     critic: CriticConfig = CriticConfig()
-    """Value model."""
+    """Settings of the value model."""
     aggregation: ChosenAggregation = "token_mean"
     dual_clip: DualClip = None
 
     @property
     def needs_critic(self) -> bool:
-        """True: PPO always trains a critic."""
+        """Always True: PPO trains a critic."""
         return True
 
     @property
@@ -369,12 +370,12 @@ class DistillationConfig(_Alone):
 
     @property
     def shaping(self) -> RewardShaping:
-        """Always the identity, because rewards are measured but not trained on."""
+        """Always the identity: rewards are measured but not trained on, so they need no transformation."""
         return RewardShaping()
 
     @property
     def overlong_punishment(self) -> OverlongPunishment | None:
-        """Always None, because rewards are measured but not trained on."""
+        """Always None: rewards are measured but not trained on, so long completions are not punished."""
         return None
 
 

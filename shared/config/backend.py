@@ -73,13 +73,13 @@ class MegatronConfig(StrictModel):
     sequence_parallel: bool = False
     """Outside of attention and MLP, split the tokens over the tensor-parallel ranks, which saves activation memory."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks over which the tokens of a microbatch are split; for long sequences. During attention a rank has all
-    tokens but only some of the heads, so tensor_parallel x context_parallel must divide the number of key/value heads
-    of the model."""
+    """Ranks over which the tokens of a microbatch are split, for long sequences. During attention each of these ranks
+    has all tokens but only some of the heads, so tensor_parallel x context_parallel must divide the number of key/value
+    heads of the model."""
     pipeline_parallel: int = Field(1, ge=1)
     """Pipeline stages, each with the same number of layers; must divide the number of layers. The microbatches of an
-    optimizer step pass through the stages in a pipeline, which needs several per stage to keep all stages busy: see
-    `train.max_tokens_per_microbatch`."""
+    optimizer step pass through the stages in a pipeline; all stages are busy only if a step has several microbatches
+    per stage: see `train.max_tokens_per_microbatch`."""
     expert_parallel: int = Field(1, ge=1)
     """Number of ranks over which the experts of a layer are distributed. Must divide the number of experts, and
     context_parallel x the number of data-parallel ranks. The ranks exchange tokens. Weights other than experts

@@ -27,13 +27,13 @@ CodeName = Annotated[str, _FUNCTION, "code"]
 client uploads the file of `./name.py:function` and replaces the name by the second form."""
 OptionalCodeName = Annotated[str | None, _FUNCTION, "code"]
 FileName = Annotated[str, "file"]
-"""Path that a service reads, or an id on a hub."""
+"""Path of a file or directory that a service reads, or an id on a hub."""
 OptionalFileName = Annotated[str | None, "file"]
 
 
 def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ``(dotted key, value)`` for each set field of ``model`` and its sections that names code (``what`` =
-    "code") or a file (``what`` = "file"). The keys begin with ``where``."""
+    """Yield ``(dotted key, value)`` for each set field that names code (``what`` = "code") or a file (``what`` =
+    "file"), in ``model`` and its sections. The keys begin with ``where``."""
     for key, field in type(model).model_fields.items():
         value = getattr(model, key)
         if isinstance(value, str) and what in field.metadata:
@@ -59,7 +59,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def parse(cls: type[M], data: Mapping[str, Any], *, where: str = "job") -> M:
-        """Validate ``data``.
+        """Validate ``data`` and return the configuration.
 
         Raises:
             ConfigError: one line per problem, each with the dotted key; an unknown key names the nearest valid one.
@@ -79,7 +79,8 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
         self._seen: set[int] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Check a mapping, and expand merge keys: own keys override merged ones, and earlier mappings later ones.
+        """Check a mapping, and expand its merge keys (`<<`): own keys override merged keys, and keys of earlier merged
+        mappings override keys of later ones.
 
         This replaces PyYAML's own merge, because its versions disagree: in 6.0.4 a later mapping of a list overrides an
         earlier one.

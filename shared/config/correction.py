@@ -25,7 +25,8 @@ class AdaptiveKL(StrictModel):
     target: float = Field(gt=0)
     """Target KL per sequence, in nats."""
     horizon: float = Field(10_000, gt=0)
-    """Number of sequences after which a relative error of 20 % has changed the coefficient by about 20 %."""
+    """Number of sequences after which the coefficient has changed by about 20 %, if the KL is 20 % above or below its
+    target."""
 
 
 class KLConfig(StrictModel):
@@ -42,12 +43,13 @@ class KLConfig(StrictModel):
     which a token has no gradient: once the policy's probability falls below 1/13.6 of the reference's, k3 no longer
     pulls it back; k2 and `full` always do."""
     adaptive: AdaptiveKL | None = None
-    """Adapt the coefficient after each update; null: constant coefficient."""
+    """Adaptation of the coefficient after each update; null: constant coefficient."""
     reference: str | None = None
     """Directory or hub id of a reference model with the policy's architecture and vocabulary; null: the policy at
     version 0."""
     reset_reference_every: int | None = Field(None, ge=1)
-    """Updates after which the current policy becomes the reference; null: never."""
+    """Number of updates between resets of the reference, each of which makes the current policy the reference; null: no
+    resets."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,7 +68,8 @@ class KLConfig(StrictModel):
 
 
 class TISConfig(StrictModel):
-    """Truncated importance sampling: weights min(trainer / sampler, high)."""
+    """Truncated importance sampling: weights min(p_trainer / p_sampler, high), from the probabilities that trainer and
+    sampler compute."""
 
     type: Literal["tis"] = "tis"
     level: Literal["token", "sequence"] = "token"
@@ -111,6 +114,7 @@ class OverlongPunishment(StrictModel):
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), added to the shaped reward."""
 
     buffer: float = Field(0.2, gt=0, le=1)
-    """Fraction of max_new_tokens at its end over which the punishment grows linearly from 0 to `coef`."""
+    """Length of the range below max_new_tokens in which the punishment grows linearly from 0 to `coef`, as a fraction
+    of max_new_tokens."""
     coef: float = Field(1.0, gt=0)
-    """Largest punishment, at max_new_tokens."""
+    """Largest punishment, which a completion of max_new_tokens gets."""

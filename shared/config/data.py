@@ -60,7 +60,7 @@ class CalculatorSource(_AnySource):
     max_chars: int = Field(24, ge=4)
     """Longest expression in characters; longer ones are skipped and counted."""
     skip: int = Field(0, ge=0)
-    """Skip this many of the remaining expressions, for example those used by a warm start."""
+    """Number of expressions to skip at the start, after exclusions; for example those used by a warm start."""
     limit: int | None = Field(None, ge=1)
     """Use only this many expressions after the skipped ones; null: all."""
 
@@ -110,7 +110,7 @@ class SortingSource(_AnySource):
 
 
 class TasksSource(_AnySource):
-    """Tasks of the job's `environment`, by their number; for `environment.type: verifiers`."""
+    """Tasks of the job's `environment`, each named by its number; only for `environment.type: verifiers`."""
 
     type: Literal["tasks"] = "tasks"
     num_rows: int = Field(ge=1)
@@ -125,7 +125,8 @@ Source = Annotated[
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Return the names of the sources: `name`, or else the type, numbered from the second source of that type on."""
+    """Return the name of each source: its `name`, or else its type, with a number from the second source of a type
+    on."""
     names = [source.name or "" for source in sources]
     for place, source in enumerate(sources):
         numbered = (source.type if number == 1 else f"{source.type}-{number}" for number in count(1))
@@ -160,7 +161,8 @@ class PromptConfig(StrictModel):
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments passed to `apply_chat_template`, for example `enable_thinking: false`."""
     add_bos: bool | None = None
-    """Prepend the beginning-of-sequence token to a plain prompt; null: only if the tokenizer does so for a text."""
+    """Prepend the beginning-of-sequence token to a plain prompt; null: only if the tokenizer prepends this token to
+    texts."""
     max_tokens: int = Field(256, ge=1)
     """Longest prompt in tokens. A draw with a longer prompt ends as `dropped(prompt_too_long)` and is counted."""
 
@@ -179,7 +181,7 @@ class DataConfig(StrictModel):
     train: Sources = Field(min_length=1)
     """One source, or a weighted mixture."""
     eval: Sources = Field(default_factory=list)
-    """Held-out sources; empty: no held-out data."""
+    """Sources of held-out data; empty: no held-out data."""
     prompt: PromptConfig = PromptConfig()
     """Conversion of rows to prompts."""
     shuffle: bool = True
@@ -197,8 +199,8 @@ class DataConfig(StrictModel):
         return data
 
     def with_tools(self, schemas: list[dict[str, Any]]) -> DataConfig:
-        """Return this section with ``schemas`` passed to the chat template, unless the job file sets them or the
-        prompt is plain."""
+        """Return this section with ``schemas`` as the tools of the chat template. If the job file already sets tools or
+        the prompt is plain, the section stays unchanged."""
         prompt = self.prompt
         if not schemas or not (prompt.chat or prompt.messages is not None) or "tools" in prompt.chat_template_args:
             return self

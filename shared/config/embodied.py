@@ -53,7 +53,7 @@ class ImageConfig(StrictModel):
 
     @property
     def picture(self) -> Picture:
-        """The same settings in the form in which a request for a session carries them to the env service."""
+        """These image settings as a ``Picture``, which the request for a session carries to the env service."""
         return Picture(height=self.height, width=self.width, grey=self.grey, frames=self.frames)
 
 
@@ -61,7 +61,7 @@ class SimulatorBase(StrictModel):
     """Simulator that plays episodes. The reset id determines everything random in an episode."""
 
     backend: str = "gymnasium"
-    """Simulator; `penstock sims ls` lists them."""
+    """Name of the simulator; `penstock sims ls` lists the simulators."""
     task: str = Field(min_length=1)
     """Task or environment id of that simulator, such as `reach-v3` or `HalfCheetah-v5`."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -205,17 +205,18 @@ class ReplayBufferConfig(StrictModel):
 
 class _EpisodeAlgorithm(StrictModel):
     min_group: int | None = Field(None, ge=1)
-    """Groups with fewer non-failed episodes are dropped and redrawn; default: half of group_size."""
+    """Smallest number of non-failed episodes in a trained group; a group with fewer is dropped and redrawn. Default:
+    half of group_size."""
 
     @property
     def smallest_group(self) -> int:
-        """Fewest episodes with which a group is still trained."""
+        """Smallest number of non-failed episodes in a group that is still trained."""
         size: int = self.group_size  # type: ignore[attr-defined]  # every algorithm has this key
         return self.min_group if self.min_group is not None else max(1, size // 2)
 
     @property
     def greedy_baseline(self) -> bool:
-        """False: no group has an additional episode, played with the policy's mean actions, as its baseline."""
+        """Always False: no group has an additional episode, played with the policy's mean actions, as its baseline."""
         return False
 
 
@@ -227,7 +228,8 @@ class _Alone(_EpisodeAlgorithm):
 
     @property
     def dynamic_sampling(self) -> DynamicSampling | None:
-        """Always None: no group is replaced, because an episode carries signal without others to compare it with."""
+        """Always None: no group is replaced, because an episode carries signal even without other episodes to compare
+        it with."""
         return None
 
 
@@ -246,8 +248,8 @@ class EpisodePPOConfig(_Alone):
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped above at 1 + clip_high."""
     value_clip: float | None = Field(None, gt=0)
-    """Clip range of value updates: a value moved this far towards its target gets no further gradient; null: no
-    clipping."""
+    """Clip range of value updates: a value that has moved this far towards its target gets no further gradient; null:
+    no clipping."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     epochs: int = Field(8, ge=1)
@@ -255,7 +257,8 @@ class EpisodePPOConfig(_Alone):
     minibatches: int = Field(8, ge=1)
     """Optimizer steps per pass, each on its own part of the batch."""
     max_kl: float | None = Field(None, gt=0)
-    """Stop after a pass in which the mean KL from the behaviour policy exceeded this (nats); null: no bound."""
+    """Bound of the mean KL from the behaviour policy (nats): a pass that exceeds it is the last pass of the update;
+    null: no bound."""
     value_hidden_sizes: tuple[PositiveInt, ...] = Field((64, 64), min_length=1)
     """Widths of the hidden layers of the value network."""
     policy: OptimizerConfig = OptimizerConfig(learning_rate=3e-4, eps=1e-5, max_grad_norm=0.5)
@@ -283,12 +286,13 @@ class EpisodeGRPOConfig(_EpisodeAlgorithm):
     minibatches: int = Field(4, ge=1)
     """Optimizer steps per pass, each on its own part of the batch."""
     max_kl: float | None = Field(None, gt=0)
-    """Stop after a pass in which the mean KL from the behaviour policy exceeded this (nats); null: no bound."""
+    """Bound of the mean KL from the behaviour policy (nats): a pass that exceeds it is the last pass of the update;
+    null: no bound."""
     policy: OptimizerConfig = OptimizerConfig(learning_rate=3e-4, eps=1e-5, max_grad_norm=0.5)
     """Optimizer of the policy."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replace groups without signal by new draws: all episodes succeed, or all fail. If the simulator does not report
-    success: all returns are equal. null: train on them."""
+    """Replacement of groups without signal by new draws. A group has no signal if all its episodes succeed or all fail;
+    if the simulator does not report success, if all its returns are equal. null: train on such groups."""
 
 
 class SoftActorCriticConfig(_Alone):
@@ -347,7 +351,8 @@ class EpisodeWarmStartConfig(StrictModel):
 
 
 class EpisodeEvaluationConfig(StrictModel):
-    """Held-out evaluation: each reset id once, at an exact version, with the policy's mean actions."""
+    """Held-out evaluation: the policy plays each held-out reset id once, at an exact version and with its mean
+    actions."""
 
     episodes: int = Field(20, ge=0)
     """Number of held-out reset ids; 0 disables the evaluation."""
@@ -363,9 +368,9 @@ class EpisodeEvaluationConfig(StrictModel):
     """Number of held-out episodes that each evaluation replays and films, in parallel with training; the job is
     rejected if no env worker can render. `auto`: one, or none if no env worker can render."""
     environment: SimulatorBase | None = None
-    """Another simulator for held-out episodes, such as the real one if training uses a world model; its actions, and
-    the observations that the policy reads, must be those of the section `environment`. null: the simulator of that
-    section."""
+    """Another simulator for held-out episodes, such as the real one if training uses a world model. Its actions, and
+    the observations that the policy reads, must be those of the section `environment`. null: the simulator of the
+    section `environment`."""
 
     @model_validator(mode="after")
     def _videos_are_of_episodes(self) -> EpisodeEvaluationConfig:
@@ -381,7 +386,7 @@ class EpisodeEvaluationConfig(StrictModel):
 
     @property
     def num_videos(self) -> int:
-        """Number of videos per evaluation, if the environment has a camera."""
+        """Number of videos per evaluation if the environment can render; `auto` means at most one."""
         return min(AUTO_VIDEOS, self.episodes) if self.videos == "auto" else self.videos
 
     @property
@@ -404,5 +409,6 @@ class EpisodeEvaluationConfig(StrictModel):
         return ["eval/return", "eval/success", "eval/length"]
 
     def metrics_of(self, sources: Sequence[str]) -> list[str]:
-        """Return the names of the metrics of this evaluation; [] without sources, or if the evaluation is disabled."""
+        """Return the names of the metrics of this evaluation; [] if ``sources`` is empty or the evaluation is
+        disabled."""
         return self.metrics if sources and self.episodes else []

@@ -39,8 +39,8 @@ class CallFormat(StrictModel):
     body: Literal["json", "text"] = "json"
     """`json`: `{"name": ..., "arguments": {...}}`; `text`: the argument of the only tool, verbatim."""
     parallel: bool = True
-    """A turn continues to an end-of-sequence token and may contain several calls, which run concurrently; false: it
-    ends with its first call."""
+    """True: a turn continues to an end-of-sequence token and may contain several calls, which run concurrently. False:
+    a turn ends with its first call."""
     max_calls: int = Field(8, ge=1, le=64)
     """Largest number of calls per turn; if a turn has more, none is executed and the policy reads an error."""
 
@@ -71,7 +71,7 @@ class ObservationFormat(StrictModel):
 
 
 class EpisodeConfig(StrictModel):
-    """Limits of an episode, which every type of environment has."""
+    """Limits of an episode; every type of environment has these keys."""
 
     max_turns: int = Field(4, ge=1, le=64)
     """Most turns of the policy per episode; calls in the last turn are not executed, and the episode counts as
@@ -172,7 +172,7 @@ class EnvironmentConfig(EpisodeConfig):
 
     @property
     def gives_rewards(self) -> bool:
-        """True if a tool is a method, whose object may return a reward."""
+        """True if a tool has the type `method`, because the object of such a tool may return a reward."""
         return any(isinstance(tool, MethodTool) for tool in self.tools)
 
 
@@ -214,7 +214,7 @@ class VerifiersConfig(EpisodeConfig):
 
     @property
     def gives_rewards(self) -> bool:
-        """True: the tasks return rewards."""
+        """Always True: the tasks of `verifiers` return rewards."""
         return True
 
 
@@ -250,8 +250,8 @@ def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: st
 def check_completions(
     model: ModelConfig, key: str, sampling: SamplingConfig, environment: EpisodeConfig | None
 ) -> None:
-    """Raise ValueError if the model is too short for the completions, or if an environment excludes a setting of
-    ``sampling``. ``key`` is the name of the section ``sampling`` in the job file."""
+    """Raise ValueError if the model's longest sequence has no room for the completions, or if an environment forbids a
+    setting of ``sampling``. ``key`` is the name of the section ``sampling`` in the job file."""
     if environment is not None and sampling.min_new_tokens:
         raise ValueError(f"{key}.min_new_tokens: a turn ends with its call; leave it out")
     if environment is not None and sampling.ignore_eos:
@@ -260,7 +260,7 @@ def check_completions(
 
 
 def check_environment(environment: EpisodeConfig | None, reward: RewardConfig, sources: Iterable[Source]) -> None:
-    """Raise ValueError if the sources or the scorers need a different environment."""
+    """Raise ValueError if the sources or the scorers need another environment than the job's."""
     is_verifiers = isinstance(environment, VerifiersConfig)
     for source in sources:
         if isinstance(source, TasksSource) != is_verifiers:

@@ -1,4 +1,5 @@
-"""Readable validation errors, one line each: the key as the document has it, the value found, the values allowed."""
+"""Readable validation errors, one line each: the key as written in the document, the value found, the values
+allowed."""
 
 from __future__ import annotations
 

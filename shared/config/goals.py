@@ -23,7 +23,8 @@ class EarlyStopConfig(StrictModel):
     mode: Literal["max", "min"] = "max"
     """`max` if larger is better, `min` if smaller is better."""
     window: int = Field(1, ge=1)
-    """Moving average: number of newest values whose mean is compared; nothing is compared while there are fewer."""
+    """Moving average: number of newest values whose mean is compared. Before the metric has so many values, nothing is
+    compared."""
     goal: float | None = None
     """Stop once the metric is at least (mode `min`: at most) this; null: no goal."""
     patience: int | None = Field(None, ge=1)

@@ -56,7 +56,8 @@ def ensure_secret(file: Path) -> str:
 
 
 def announce_key(url: str, data_dir: Path) -> None:
-    """Publish the data directory for ``url``, so that this user's clients find its key. Raises OSError."""
+    """Record for ``url`` the data directory of its deployment, so that this user's clients find the deployment's key.
+    Raises OSError."""
     entry = _entry(url)
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = entry.with_name(f".{entry.name}.{os.getpid()}")
@@ -65,7 +66,7 @@ def announce_key(url: str, data_dir: Path) -> None:
 
 
 def withdraw_key(url: str, data_dir: Path) -> None:
-    """Undo ``announce_key``, unless another deployment listens at ``url`` now. Raises OSError."""
+    """Remove the record of ``announce_key``, unless another deployment has replaced it for ``url``. Raises OSError."""
     entry = _entry(url)
     if entry.is_file() and entry.read_text().strip() == str(data_dir.absolute()):
         entry.unlink()

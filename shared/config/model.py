@@ -67,12 +67,13 @@ MAX_MODEL_FILES = 256
 MODEL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.(json|safetensors|jinja|txt|model)", re.ASCII)
 """Pattern of the file names allowed in an uploaded model. It excludes code, pickles, and paths out of the folder."""
 CHECKPOINT_NAMES = ("initial", "latest", "newest", "final", "best")
-"""Checkpoints of a job that have a name beside their number."""
+"""Names by which a checkpoint of a job can be selected, instead of by its number."""
 _REFERENCE = re.compile(r"job:([A-Za-z0-9][A-Za-z0-9._-]{0,62})@((?:step:)?[A-Za-z0-9_]{1,32})", re.ASCII)
 
 
 def parse_reference(text: str) -> tuple[str, str]:
-    """Split ``job:JOB@WHICH`` into ``(job, which)``: an id or name, and a selector for ``choose_checkpoint``.
+    """Split ``job:JOB@WHICH`` into ``(job, which)``: the id or name of a job, and the selector of its checkpoint, as
+    for ``choose_checkpoint``.
 
     Raises:
         ConfigError: the text has another form.

@@ -29,14 +29,14 @@ OnUpdate = Literal["keep", "restart", "drain"]
 ENGINE_PACKAGES = ("vllm",)
 """Import names of engine packages that run inside a rollout worker and need an interpreter of their own."""
 ENVIRONMENT_OF = {"vllm": "vllm", "vllm_server": "vllm", "sglang": "sglang"}
-"""Name of the Python environment of each engine that needs one of its own. Engines of ``ENGINE_PACKAGES`` run inside
-the rollout worker, the other ones in a child process of the worker."""
+"""Name of the Python environment of each engine that needs a separate environment. Engines of ``ENGINE_PACKAGES`` run
+inside the rollout worker, all others in a child process of the worker."""
 ENVIRONMENTS = tuple(dict.fromkeys(ENVIRONMENT_OF.values()))
 """Names of the Python environments that ``penstock engines install`` creates."""
 
 
 class _AnyEngine(StrictModel):
-    """Keys of every engine."""
+    """Keys of the section `rollout` that every engine has."""
 
     on_update: OnUpdate = "keep"
     """Handling of training completions that run when new weights arrive. `keep`: they go on under the new version, and

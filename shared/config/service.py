@@ -19,7 +19,8 @@ from penstock.shared.errors import ConfigError
 __all__ = ["CHECKPOINTS", "ServiceSettings", "checkpoint_path", "load_settings", "recorded_path"]
 
 CHECKPOINTS = "checkpoints"
-"""Directory under the data directory, with one directory per job and in it one per checkpoint."""
+"""Name of the directory of checkpoints, under the data directory. Each job has a directory in it, with one directory
+per checkpoint."""
 
 
 class ServiceSettings(BaseSettings):
@@ -36,9 +37,9 @@ class ServiceSettings(BaseSettings):
     """Certificates (PEM) of the authority that signed the bus server's certificate; set it wherever the bus is
     reached over a network."""
     nats_tls_cert: Path | None = None
-    """Client certificate (PEM) of this service for the bus; with nats_tls_key."""
+    """Client certificate (PEM) of this service for the bus; nats_tls_key must be set, too."""
     nats_tls_key: Path | None = None
-    """Private key of the client certificate (PEM)."""
+    """Private key (PEM) of the certificate nats_tls_cert."""
     nats_monitor_url: str | None = None
     """HTTP monitor of NATS, to verify that streams are fsync'd; without it durability is reported as unverified."""
     redis_url: str | None = None
@@ -67,14 +68,14 @@ class ServiceSettings(BaseSettings):
     shm_dir: Path = Path("/dev/shm")
     """Directory on tmpfs for weight slots and bulk slots."""
     bulk_host: str = ""
-    """Address on which this process serves its bulk data and weights to other hosts, and at which they reach it;
-    empty: only its own host."""
+    """Address under which this process serves its bulk data and weights to other hosts; empty: only processes on its
+    own host can read them."""
     bulk_tls_ca: Path | None = None
     """Certificates (PEM) of the authority that signed the certificates of all processes that serve bulk data and
     weights to other hosts, or fetch them. If any of the bulk_tls variables is set, these connections use only TLS;
     set all three wherever bulk_host is set."""
     bulk_tls_cert: Path | None = None
-    """Certificate (PEM) of this process for its bulk_host; with bulk_tls_key."""
+    """Certificate (PEM) of this process for its bulk_host; bulk_tls_key must be set, too."""
     bulk_tls_key: Path | None = None
     """Private key of bulk_tls_cert (PEM)."""
     weight_collective: Literal["", "gloo", "nccl"] = ""
@@ -83,8 +84,9 @@ class ServiceSettings(BaseSettings):
     nor authenticated, so set it only on trusted networks; empty: other hosts fetch weights over TCP."""
     weight_cuda_ipc: bool = False
     """Send weights from GPU to GPU within a host by CUDA IPC, if trainer and worker set it and the worker's GPU is the
-    trainer's or has peer access to it. Needs `penstock[cuda]`; the trainer's GPU needs room for two or three copies of
-    the weights, the worker's for one more than its engine's. Not for vLLM and SGLang. Has not run on a GPU yet."""
+    trainer's or has peer access to it. Needs `penstock[cuda]`. The trainer's GPU needs room for two or three copies of
+    the weights; the worker's GPU needs room for one copy more than its engine holds. Not for vLLM and SGLang. Has not
+    run on a GPU yet."""
     weight_disk: Path | None = None
     """Directory on a file system that the trainer and workers of other hosts share, for weights if these hosts cannot
     reach the trainer's bulk_host. It must exist, and be set at both ends (its path may differ). The trainer writes each
@@ -110,8 +112,8 @@ class ServiceSettings(BaseSettings):
     """Comma-separated addresses and networks of trusted proxies, or `*`, whose `X-Forwarded-For` and
     `X-Forwarded-Proto` headers name the client of a request (coordinator). Empty: none."""
     http_connections: int = Field(4096, ge=16)
-    """Largest number of client connections (coordinator), or fewer if its limit of open files is lower; further
-    connections get 503."""
+    """Largest number of client connections (coordinator); fewer if the limit of open files of the process is lower.
+    Further connections get 503."""
     http_connections_per_address: int = Field(1024, ge=1)
     """Largest number of connections per client address (IPv6: per /64); those of proxies in forwarded_allow_ips do
     not count."""
@@ -122,18 +124,19 @@ class ServiceSettings(BaseSettings):
     http_body_s: float = Field(30.0, gt=0)
     """Timeout of receiving a request body (seconds; 408), plus one second per 16 KiB received."""
     key_concurrency: int = Field(1024, ge=1)
-    """Concurrent requests per key, including event streams and long polls (429). A request with an episode key or a
-    feedback token counts for the API key that created it."""
+    """Largest number of concurrent requests per key, including event streams and long polls; further requests get 429.
+    A request with an episode key or a feedback token counts for the API key that created it."""
     key_large_bodies: int = Field(4, ge=1)
-    """Concurrent uploads of bodies above 1 MiB per key; further ones wait for up to 10 s, then get 429."""
+    """Largest number of concurrent uploads of bodies above 1 MiB per key; further uploads wait for up to 10 s, then get
+    429."""
     large_bodies: int = Field(32, ge=1)
-    """Concurrent uploads of bodies above 1 MiB, all keys together."""
+    """Largest number of concurrent uploads of bodies above 1 MiB, all keys together."""
     tenant_share: float = Field(0.95, gt=0, le=1)
-    """Share of the space left by other owners that one owner may use at most. Owners are the keys in the bucket of
-    opened episodes (507 beyond the share), and the jobs in the stream of feedback (429). Within the share of a job, one
-    key may use 95 % of the space that the job's other keys leave."""
+    """Largest share that one owner may use of the space that other owners leave free. In the bucket of opened episodes
+    the owners are keys (507 beyond the share); in the stream of feedback they are jobs (429). Within the share of a
+    job, one key may use 95 % of the space that the job's other keys leave."""
     lease_s: float = Field(3.0, gt=0.2)
-    """Time without renewal (seconds) after which another coordinator or trainer may take over a lease."""
+    """Time without renewal of a lease (seconds) after which another coordinator or trainer may take it over."""
     heartbeat_s: float = Field(1.0, gt=0.05)
     """Interval of heartbeats (seconds)."""
     drain_s: float = Field(20.0, gt=0)
@@ -166,7 +169,7 @@ class ServiceSettings(BaseSettings):
     address in the job file (`api_key_env`, `secret_env`). Empty: none."""
     scorer_private: bool = False
     """Allow scorers and judges of job files to connect to private, loopback and link-local addresses (reward).
-    `penstock up` allows it unless this is set. The address of grader_url is always allowed."""
+    Processes that `penstock up` starts allow it by default. The address of grader_url is always allowed."""
     webhook_private: bool = False
     """Deliver webhooks to private, loopback and link-local addresses, too (coordinator)."""
     base_models: Path | None = None
@@ -193,8 +196,8 @@ class ServiceSettings(BaseSettings):
     """Rate limit of API requests per key, in the notation of the library `limits`; replicas share it only with
     redis_url."""
     live_rate_limit: str = "60000/minute"
-    """Rate limit of requests to models and of feedback per key; other requests do not count in it. If a key has a rate
-    limit of its own, that one replaces both this and rate_limit."""
+    """Rate limit of requests to models and of feedback, per key; other requests do not count in it. If a key has a rate
+    limit of its own, the key's limit replaces both live_rate_limit and rate_limit."""
     user_rate_limit: str = ""
     """Rate limit of live requests and feedback items per key and end user, such as 60/minute. Empty: no limit."""
     token_rate_limit: str = ""
@@ -210,7 +213,8 @@ class ServiceSettings(BaseSettings):
     """Size of the LEDGER stream (bytes), which holds what jobs have not archived yet; default: stream_bytes. No job
     is accepted while it is almost full."""
     stream_bytes: int = Field(1 << 30, ge=1 << 20)
-    """Size of each other stream (bytes)."""
+    """Size of each stream except EXPERIENCE and LEDGER (bytes). SNAPSHOTS, AUDIT, VIDEOS and PARTIAL get at most a
+    quarter of it each."""
     stream_replicas: int = Field(1, ge=1, le=5)
     """NATS nodes that replicate each stream and bucket: 1, 3 or 5. Existing streams get more replicas if this is
     larger, and never fewer."""
@@ -240,7 +244,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def nats_tls(self) -> ssl.SSLContext | None:
-        """TLS context of connections to the bus; None if no variable is set.
+        """TLS context of connections to the bus; None if no variable `nats_tls_*` is set.
 
         Raises:
             ConfigError: a file cannot be read, or a certificate has no key.
@@ -249,14 +253,14 @@ class ServiceSettings(BaseSettings):
 
     @property
     def bulk_tls_client(self) -> ssl.SSLContext | None:
-        """TLS context for fetching bulk data and weights of other hosts; None if no variable is set. Raises
-        ConfigError."""
+        """TLS context for fetching bulk data and weights of other hosts; None if no variable `bulk_tls_*` is set.
+        Raises ConfigError."""
         return _tls_context("BULK", self.bulk_tls_ca, self.bulk_tls_cert, self.bulk_tls_key)
 
     @property
     def bulk_tls_server(self) -> ssl.SSLContext | None:
-        """TLS context for serving bulk data and weights; None if no variable is set. If ``bulk_tls_ca`` is set, clients
-        need a certificate.
+        """TLS context for serving bulk data and weights; None if no variable `bulk_tls_*` is set. If ``bulk_tls_ca`` is
+        set, clients need a certificate.
 
         Raises:
             ConfigError: a file cannot be read, or the server certificate is missing.

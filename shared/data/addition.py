@@ -34,5 +34,5 @@ class AdditionRows:
         return {"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a, "b": b}
 
     def where(self, index: int) -> str:
-        """Return description and row number."""
+        """Return the description of the source and the row number, for error messages."""
         return f"{self.name}, row {index}"

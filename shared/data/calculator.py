@@ -44,7 +44,8 @@ class CalculatorRows:
 
 
 def normalize(text: str) -> str:
-    """Normalise arithmetic: remove blanks, commas and dollar signs; write `.50` and `0.5` as the same number."""
+    """Normalise arithmetic: remove blanks, commas and dollar signs, and write equal numbers (`.50`, `0.5`) in the same
+    way."""
     return _NUMBER.sub(_one_number, _NOISE.sub("", text))
 
 

@@ -30,7 +30,8 @@ _ROWS_MEASURED = 50_000
 """Maximum number of rows whose size is measured per source; of a larger source, every n-th row is measured."""
 MAX_SUMMARIES = 64
 SETTLED_S = 2.0
-"""Age (seconds) of a file below which a further write might leave its modification time unchanged."""
+"""Smallest age of a file's last change (seconds) at which its modification time identifies its content: a later write
+would change the time."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
@@ -39,7 +40,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """Summary of an opened source: its name in the job and number of rows. ``what`` is its path or a description."""
+    """Summary of an opened source: its name in the job, its number of rows, and its path or description (``what``)."""
 
     name: str
     rows: int
@@ -88,7 +89,8 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
 
 
 def data_of(config: AnyTraining) -> DataSummary:
-    """Return ``check_data`` of a training job. An embodied job has no rows; its held-out reset ids are one source."""
+    """Return the result of ``check_data`` for a training job. An embodied job has no rows; its held-out reset ids are
+    one source."""
     if not isinstance(config, EmbodiedJob):
         return check_data(config.data)
     episodes = config.evaluation.episodes

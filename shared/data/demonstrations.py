@@ -40,7 +40,8 @@ _ENDS = ("final_observations", "terminated")
 
 
 class ActionSpace(msgspec.Struct, frozen=True, kw_only=True):
-    """Action space of a simulator: ``num_actions`` discrete actions, or None and a box from ``low`` to ``high``."""
+    """Action space of a simulator: ``num_actions`` discrete actions, or, if it is None, a box from ``low`` to
+    ``high``."""
 
     num_actions: int | None
     low: list[float]
@@ -49,7 +50,7 @@ class ActionSpace(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Demonstrations:
-    """Whole episodes, one after another.
+    """Recorded episodes: the steps of all episodes in one array per quantity, one episode after another.
 
     Attributes:
         observations: [N, ...] by name, before each step.
@@ -108,7 +109,7 @@ class Demonstrations:
 
 
 def write_demonstrations(path: Path, demonstrations: Demonstrations) -> None:
-    """Write the file atomically.
+    """Write ``demonstrations`` to the file ``path`` atomically.
 
     Raises:
         DataError: the file cannot be written, or the columns are inconsistent.

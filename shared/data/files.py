@@ -62,7 +62,7 @@ class ArrowRows:
         return row
 
     def where(self, index: int) -> str:
-        """Return file and row number, from 1 like lines."""
+        """Return the file and the row number for error messages; rows are counted from 1, as lines are."""
         return f"{self.name}, row {index + 1}"
 
 
@@ -82,7 +82,7 @@ def place_of(path: str) -> Path:
 
 
 def open_file(path: Path, limit: int | None = None) -> JsonLinesRows | ArrowRows:
-    """Open a file or directory, by its suffix; ``limit`` keeps only the first rows.
+    """Open a directory, or a file in the format that its suffix shows; ``limit`` keeps only the first rows.
 
     Raises:
         DataError: the file is missing, empty or of an unknown type, or its content does not fit its suffix.

@@ -38,7 +38,8 @@ class DataOrder:
     """Maps ordinals to rows. Stateless: equal (config, rows, seed) give equal results in any process."""
 
     def __init__(self, config: DataConfig, rows: Sequence[Rows], seed: int) -> None:
-        """
+        """Prepare the order of the rows of all training sources.
+
         Args:
             config: weights of `train`, `shuffle` and `curriculum` are used.
             rows: the opened `config.train`, in order.
@@ -80,7 +81,7 @@ class DataOrder:
         return found
 
     def _make_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return source and row of each position of an epoch, int64 [P] each."""
+        """Return the source and the row at each position of an epoch, as two arrays int64 [P]."""
         row_P = np.empty(self.rows_per_epoch, np.int64)
         for source, count in enumerate(self._counts):
             of_source = self._source_P == source
@@ -92,7 +93,8 @@ class DataOrder:
         return self._source_P[order_P], row_P[order_P]
 
     def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row indices of a source at the positions ``steps`` of its endless iteration, pass after pass."""
+        """Return the row indices at the positions ``steps`` of a source's order, which goes on pass after pass without
+        end."""
         size = len(self._rows[source])
         passes, indices = np.divmod(steps, size)
         if self._shuffle:
@@ -120,7 +122,8 @@ def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Split ``total`` by weight into integers with this sum (largest remainder method: each is off by less than 1)."""
+    """Split ``total`` into integers in proportion to ``weights``; their sum is ``total`` (largest remainder method:
+    each is off by less than 1)."""
     quotas = [total * w / sum(weights) for w in weights]
     counts = [math.floor(q) for q in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
@@ -139,8 +142,8 @@ def permutation(size: int, key: str) -> NDArray[np.int64]:
 
 
 def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Interleave sources evenly: item j of a source's n items has the time (j + 1/2) / n. Return source and j of each
-    position in order of time, int64 [P] each; empty arrays for an online job, which has no source."""
+    """Interleave the rows of all sources evenly. Return, for each position of the mixture, the source and the number of
+    the row in the source, int64 [P] each; both are empty for an online job, which has no source."""
     if not counts:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     source_P = np.concatenate([np.full(n, s, np.int64) for s, n in enumerate(counts)])

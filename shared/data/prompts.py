@@ -56,7 +56,7 @@ class Demonstration(NamedTuple):
     mask: list[int]
 
     def extended(self, token: int) -> Demonstration:
-        """Return a copy that ends with ``token``, which is trained, too."""
+        """Return a copy whose answer also has ``token`` at its end, which the loss covers."""
         return Demonstration(self.prompt_ids, [*self.answer_ids, token], [*self.mask, 1])
 
 
@@ -64,7 +64,8 @@ class PromptBuilder:
     """Renders rows as prompts. A prompt without chat template begins with the system message on a separate line."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer, demonstration: Sequence[str] = ()) -> None:
-        """Raises DataError for a broken template, ConfigError for `add_bos` if the tokenizer has no such token."""
+        """Prepare the templates. Raises DataError for a broken template, and ConfigError if `add_bos` is set but the
+        tokenizer has no beginning-of-sequence token."""
         self._config = config
         self._tokenizer = tokenizer
         self._template = Template(config.template, "data.prompt.template")
@@ -188,7 +189,7 @@ class PromptSource:
         return self._at(self._order(ordinal))
 
     def eval(self, index: int) -> Prompt:
-        """Return held-out prompt ``index``: the sources one after another, each in its own order.
+        """Return the held-out prompt number ``index``, counted through all held-out sources, one after another.
 
         Raises:
             IndexError: ``index`` is negative, or not below ``num_eval``.
@@ -201,7 +202,8 @@ class PromptSource:
         raise IndexError(f"held-out prompt {index} of {self.num_eval}")
 
     def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[Demonstration]]:
-        """Yield ``steps`` batches of demonstrations from the training rows, in the data order of a separate seed.
+        """Yield ``steps`` batches of demonstrations from the training rows, in a data order with another seed than that
+        of training.
 
         Prompts that are too long are skipped.
 

@@ -56,6 +56,6 @@ def open_rows(source: Source, *, seed: int = 0) -> Rows:
 
 
 def check_rows(rows: Rows, use: Callable[[dict[str, Any], str], object], *, first: int | None = None) -> None:
-    """Call ``use(row, where)``, which raises on errors, for each row, or for the ``first`` ones."""
+    """Call ``use(row, where)`` for every row, or for the ``first`` rows; ``use`` raises if it finds an error."""
     for index in range(len(rows) if first is None else min(first, len(rows))):
         use(rows[index], rows.where(index))

@@ -50,7 +50,7 @@ class ScorerNeeds:
                 raise DataError(f"scorer '{name}' needs a reference answer: set data.prompt.answer")
 
     def __call__(self, row: dict[str, Any], place: str) -> None:
-        """Check one row.
+        """Check that ``row`` has the fields that the scorers need.
 
         Raises:
             DataError: a field is missing or invalid; the text names the field and ``place``.

@@ -14,8 +14,8 @@ __all__ = ["SortingRows"]
 LONGEST_ASTRAY, END_ASTRAY = 63, 1 / 16
 """Maximum length of a corrupted answer in symbols, and its probability of ending after each random symbol."""
 RAMBLING = SORTING_SYMBOLS[::-1]
-"""Answer that is unrelated to its problem. Each symbol determines the next, and the last one the end of the answer, so
-that a policy that learned it never ends earlier."""
+"""Answer that is unrelated to its problem: all 64 symbols in reverse order. Each symbol determines the next, so a
+policy that has learned this answer never ends it early."""
 
 
 class SortingRows:
@@ -47,12 +47,13 @@ class SortingRows:
         return {"prompt": "".join(items) + "=", "answer": answer, "items": num_items}
 
     def where(self, index: int) -> str:
-        """Return description and row number."""
+        """Return the description of the source and the row number, for error messages."""
         return f"{self.name}, row {index}"
 
 
 def _astray(answer: str, draws: random.Random) -> str:
-    """Return a random prefix of ``answer`` and random symbols, ending after each of these with the same probability."""
+    """Return a random prefix of ``answer``, followed by random symbols; after each random symbol the answer ends with
+    probability END_ASTRAY."""
     answer = answer[: draws.randrange(min(len(answer), LONGEST_ASTRAY))] + draws.choice(SORTING_SYMBOLS)
     while len(answer) < LONGEST_ASTRAY and draws.random() >= END_ASTRAY:
         answer += draws.choice(SORTING_SYMBOLS)

@@ -29,5 +29,5 @@ class TaskRows:
         return {"task": task, "prompt": f"task {task}", "answer": ""}
 
     def where(self, index: int) -> str:
-        """Return the number of the task."""
+        """Return the number of the task, for error messages."""
         return f"task {self._config.skip + index}"

@@ -1,4 +1,5 @@
-"""Roles of the modules of a Hugging Face model, as a table that the functional decoder iterates over."""
+"""Table of the modules of a Hugging Face model by their role in a decoder; the functional decoder iterates over this
+table."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ Linear = Callable[[Tensor], Tensor]
 
 
 class Norm:
-    """Arguments of ``F.rms_norm`` after the input, by reference: ``F.rms_norm(x, *norm)``."""
+    """Arguments of ``F.rms_norm`` after the input, as in ``F.rms_norm(x, *norm)``, taken from the model's own module at
+    each call."""
 
     __slots__ = ("eps", "module", "shape")
 
@@ -104,7 +106,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Decoder block."""
+    """Modules and sizes of one decoder block."""
 
     input_norm: Norm
     q: Linear
@@ -125,7 +127,7 @@ calls the block."""
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Decoder: embedding, blocks, final norm, head, and the model's own rotary embedding."""
+    """Parts of a decoder: embedding, blocks, final norm, head, and the model's own rotary embedding."""
 
     embedding: nn.Embedding
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -149,14 +151,16 @@ _plans: WeakKeyDictionary[PreTrainedModel, Plan | None] = WeakKeyDictionary()
 
 
 def plan_of(model: PreTrainedModel) -> Plan | None:
-    """Return the parts of ``model``, or None if the functional decoder would not compute the same function."""
+    """Return the parts of ``model``; None if the functional decoder would compute another function than the model's own
+    forward."""
     if model not in _plans:
         _plans[model] = _plan(model) if _is_plain_decoder(model) else None
     return _plans[model]
 
 
 def run_blocks_by(model: PreTrainedModel, run_block: RunBlock) -> None:
-    """Call every block of ``model`` through ``run_block`` from now on; the model must have a plan."""
+    """Call every block of ``model`` through ``run_block`` from now on; the functional decoder must support the
+    model."""
     plan = plan_of(model)
     assert plan is not None, "only the functional decoder can be told how to run its blocks"
     _plans[model] = replace(plan, run_block=run_block)

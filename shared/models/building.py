@@ -20,14 +20,15 @@ __all__ = ["building", "building_apart"]
 _POLL_S = 0.01
 _one_at_a_time = threading.Lock()
 _building: list[object] = []
-"""The present owner of the lock, as the only element; empty while nobody holds the lock."""
+"""List with the present owner of the lock as its only element; empty while the lock is free."""
 _owner: ContextVar[object | None] = ContextVar("building", default=None)
 """Lock owner to which the running coroutine or thread belongs. Threads that a coroutine starts inherit the value."""
 
 
 @contextmanager
 def building(seed: int | None = None) -> Iterator[None]:
-    """Hold the lock for one build, with the CPU's random seed ``seed``; restore the random state afterwards.
+    """Hold the lock for one build, with the CPU's random generator seeded with ``seed``; restore the generator's state
+    afterwards.
 
     Calls may be nested: the inner one uses the lock of the outer one.
     """

@@ -26,7 +26,8 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerFast, other: PreTrainedToken
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise ConfigError if ``model.tokenizer`` assigns other ids than the tokenizer beside the weights."""
+    """Raise ConfigError if ``model.tokenizer`` and the tokenizer stored beside the weights assign different ids to a
+    token."""
     if config.path is None or config.tokenizer is None or not Path(config.path, "tokenizer_config.json").is_file():
         return
     beside = build_tokenizer(config.model_copy(update={"tokenizer": None}))

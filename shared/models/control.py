@@ -26,7 +26,7 @@ class TwinCritics(nn.Module):
         self.critics = nn.ModuleList(perceptron(sizes, nn.ReLU) for _ in range(2))
 
     def forward(self, observations_BO: Tensor, actions_BA: Tensor) -> Tensor:
-        """Return the values, [C, B]."""
+        """Return each critic's value of each action in its state, [C, B]."""
         both_BI = torch.cat([observations_BO, actions_BA], dim=-1)
         return torch.stack([critic(both_BI)[:, 0] for critic in self.critics])
 
@@ -52,7 +52,7 @@ class ValueNetwork(nn.Module):
         self.layers = orthogonal(perceptron([encoder.num_features, *hidden_sizes, 1], nn.Tanh), last_gain=1.0)
 
     def forward(self, seen: Seen) -> Tensor:
-        """Return the values, [B]."""
+        """Return the value of each state, [B]."""
         values_B: Tensor = self.layers(self.encoder(seen))[:, 0]
         return values_B
 

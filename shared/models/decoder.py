@@ -29,10 +29,11 @@ __all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logits", "s
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 BLOCK_TOKENS = 1536
-"""Number of tokens above which the CPU decodes in blocks of sequences of similar lengths, so that activations stay in
-its cache (a quarter faster)."""
+"""Largest number of tokens that the CPU decodes at once. More tokens are decoded in blocks of sequences of similar
+lengths, whose activations fit into the CPU's cache (a quarter faster)."""
 MAX_LOGITS = 1 << 25
-"""Largest number of logits held at once, per chunk; with more, chunks are recomputed in the backward pass."""
+"""Largest number of logits in memory at once. If a batch has more, they are computed in chunks, which the backward pass
+recomputes."""
 
 
 def supports(model: PreTrainedModel) -> bool:
@@ -110,7 +111,8 @@ def selected_logprobs(
     entropy: bool,
     routes: Routes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
+    """Return the log-probabilities of ``targets_M`` at the flat positions ``select_M``, and the entropies at these
+    positions.
 
     The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied only at
     the selected positions. Log-probs are of logits / temperature, which is one number or float32 [M]; see ``tempered``.
@@ -141,7 +143,8 @@ def selected_logprobs(
 def selected_logits(
     model: PreTrainedModel, tokens: PackedTokens, select_M: Tensor, routes: Routes | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Run one forward pass; return a function from indices into ``select_M`` to the logits [., V] there.
+    """Run one forward pass; return a function that computes the logits [n, V] at n of the positions ``select_M``, given
+    their indices in ``select_M``.
 
     Logits exist only during the call of that function: callers with many positions process them in chunks.
     """
@@ -180,6 +183,6 @@ def _padded_forward(module: torch.nn.Module, tokens: PackedTokens) -> Any:
 
 
 def _places(tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-    """Return (sequence, position) of each flat token."""
+    """Return the sequence number of each flat token, and its position in the sequence."""
     sequences = torch.arange(len(tokens.lengths), device=tokens.token_ids_T.device)
     return torch.repeat_interleave(sequences, tokens.cu_seqlens_S1.diff()), tokens.position_ids_T

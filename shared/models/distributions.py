@@ -43,7 +43,7 @@ def squashed_logprobs(raw: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 
 
 def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """``tanh(mean + std · noise)`` and its log-prob, [...] both; differentiable in mean and log_std.
+    """Return the sample ``tanh(mean + std · noise)`` and its log-prob, both [...], differentiable in mean and log_std.
 
     Args:
         noise: standard normal.

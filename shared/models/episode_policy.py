@@ -97,7 +97,8 @@ class EpisodePolicy(nn.Module, ABC):
 
     @property
     def trunk(self) -> nn.Module:
-        """Module with all weights, except a standard deviation that is independent of the observation."""
+        """Module with all trained weights, except a vector of standard deviations that does not depend on the
+        observation."""
         return nn.ModuleList((self.encoder, self.layers))
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
@@ -129,7 +130,7 @@ class EpisodePolicy(nn.Module, ABC):
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Tensor], noise_NCA: Tensor | None) -> Decision:
-        """Choose actions.
+        """Sample actions from noise, or return the most likely actions if there is no noise.
 
         Args:
             noise_NCA: standard normal or uniform in [0, 1), according to ``noise``; None: return the mean, or the most
@@ -171,7 +172,7 @@ class EpisodePolicy(nn.Module, ABC):
 
 
 class _Bounds:
-    """Bounds of the components of an action."""
+    """Lower and upper bounds of the components of an action."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._low_A, self._high_A = np.array([spec.action_low, spec.action_high], np.float64)
@@ -208,7 +209,8 @@ class GaussianPolicy(EpisodePolicy):
         self.log_std = nn.Parameter(
             torch.full((math.prod(self.noise_shape),), config.initial_log_std, dtype=torch.float32)
         )
-        """Vector, as biases are, so that weight decay, which the optimizer applies to matrices, leaves it out."""
+        """Logarithm of the standard deviation. It is a vector, as biases are, so that weight decay, which the optimizer
+        applies to matrices, leaves it out."""
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
         """Clip actions to the simulator's bounds."""
@@ -257,7 +259,8 @@ class SquashedPolicy(EpisodePolicy):
         return self._shaped(self._bounds.between((torch.tanh(actions_NCA.double()).cpu().numpy() + 1) / 2))
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """Invert scaling and squashing; actions at the bounds, which no u reaches, are moved slightly inside."""
+        """Invert scaling and squashing. Actions at the bounds, which ``tanh`` never reaches, are moved slightly
+        inside."""
         squashed_NCA = 2 * self._bounds.parts(self._flat(actions)) - 1
         return torch.from_numpy(np.arctanh(squashed_NCA.clip(-MOST_SQUASHED, MOST_SQUASHED)).astype(np.float32))
 
@@ -271,20 +274,22 @@ class SquashedPolicy(EpisodePolicy):
         return Decision(raw_NCA, squashed_logprobs(raw_NCA, mean_NCA, log_std_NCA))
 
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
-        """Evaluate actions. The entropy is that of u, because the entropy of ``tanh(u)`` has no closed form."""
+        """Return log-probs and entropy. The entropy is that of u in the action ``tanh(u)``, because the entropy of
+        ``tanh(u)`` has no closed form."""
         mean_NCA, log_std_NCA = self._parameters_of(features_NO)
         entropy_N = gaussian_entropy(log_std_NCA).sum((1, 2))
         return Evaluation(squashed_logprobs(actions_NCA, mean_NCA, log_std_NCA), entropy_N)
 
     def _parameters_of(self, features_NO: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and logarithm of the standard deviation; the latter is squashed too, so that its gradient
-        never vanishes."""
+        """Return mean and logarithm of the standard deviation. A tanh keeps the logarithm within its bounds, so that
+        its gradient never vanishes."""
         mean_NCA, raw_NCA = self.layers(features_NO).unflatten(-1, (2, *self.noise_shape)).unbind(1)
         return mean_NCA, MIN_LOG_STD + (MAX_LOG_STD - MIN_LOG_STD) * (torch.tanh(raw_NCA) + 1) / 2
 
 
 class _ChoosingPolicy(EpisodePolicy):
-    """Policy with discrete action components: each has K possible values and is sampled by its own uniform number."""
+    """Policy with discrete action components. Each component has K possible values, and one uniform random number
+    selects among them."""
 
     noise: Noise = "uniform"
 

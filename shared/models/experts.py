@@ -30,7 +30,7 @@ class Routing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Mixture-of-experts layer, with its weights by reference.
+    """Mixture-of-experts layer, which refers to the weights of the model's own modules.
 
     ``y = Σ_k w_k · expert_k(h)`` over the K most likely experts (arXiv 1701.06538, eq. 2), where w are their softmax
     probabilities over all experts, rescaled to sum 1 if ``normalise`` is set.
@@ -39,9 +39,9 @@ class Sparse:
     number: int
     """Index among the layers with experts, from 0."""
     router: Any
-    """Module with ``weight`` [E, D]."""
+    """Router: module with ``weight`` [E, D]."""
     experts: Any
-    """Module with ``gate_up_proj`` [E, 2 I, D] and ``down_proj`` [E, D, I] for experts of width I."""
+    """Stacked experts of width I: module with ``gate_up_proj`` [E, 2 I, D] and ``down_proj`` [E, D, I]."""
     top_k: int
     normalise: bool
 
@@ -77,8 +77,8 @@ class Sparse:
 
 
 def run_experts(experts: Any, h_AD: Tensor, counts: list[int]) -> Tensor:
-    """Apply the stack of expert weights ``experts``, as ``Sparse.outputs``; return the input itself if it has no
-    rows."""
+    """Apply each expert of ``experts`` to its rows of ``h_AD``, as ``Sparse.outputs`` does; return ``h_AD`` itself if
+    it has no rows."""
     # unbind instead of indexing: the gradient of the stack is assembled once, not once per expert
     gate_up, down = experts.gate_up_proj.unbind(0), experts.down_proj.unbind(0)
     out = []
@@ -95,11 +95,11 @@ class RouterLoad:
     def __init__(self) -> None:
         self.num_tokens = 0
         self.chosen: dict[int, Tensor] = {}
-        """By layer: number of tokens per expert, int64 [E]."""
+        """For each layer: number of tokens per expert, int64 [E]."""
         self.probs: dict[int, Tensor] = {}
-        """By layer: sum of the router's probabilities, float32 [E], differentiable."""
+        """For each layer: sum of the router's probabilities, float32 [E], differentiable."""
         self.entropy: dict[int, Tensor] = {}
-        """By layer: sum of the entropy of the router's distribution, in nats."""
+        """For each layer: sum of the entropies of the router's distributions, in nats."""
 
     def add(self, layer: int, experts_TK: Tensor, probs_TE: Tensor) -> None:
         """Add the selections of one layer."""

@@ -90,7 +90,8 @@ def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weight(model: nn.Module, name: str) -> Tensor:
-    """Return ``W + scale · B A`` of an adapted layer, added in float32 and rounded once; any other parameter unchanged.
+    """Return the parameter ``name`` with its adapter merged: ``W + scale · B A``, added in float32 and rounded once. A
+    parameter without adapter is returned unchanged.
 
     Args:
         name: name in ``named_parameters`` of a parameter that belongs to no adapter.
@@ -171,12 +172,12 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if the parameter that its module calls ``name`` belongs to an adapter."""
+    """Return True if ``name``, a name in ``named_parameters``, belongs to a parameter of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def stored_name(name: str) -> str:
-    """Return the name under which files store the parameter that its module calls ``name``.
+    """Return the name in files of the parameter that ``named_parameters`` calls ``name``.
 
     Adapter parameters have the names of peft's files; all others have the names of the model without adapters.
     """

@@ -18,7 +18,7 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """Time at which the reply began (Unix seconds)."""
     key: str
-    """Id of the key that sent the request; `local`: a client of this machine, where no keys are configured."""
+    """Id of the key that sent the request; `local`: the request came from this machine while no keys are configured."""
     key_name: str = ""
     address: str = ""
     """Address of the client, as reported by trusted proxies; '' if the server does not know it."""
@@ -26,16 +26,17 @@ class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     """Path template of the route."""
     path: dict[str, str] = {}
-    """Values of the template's placeholders."""
+    """Values of the placeholders in ``route``."""
     query: dict[str, str] = {}
     """Query parameters that the route defines."""
     status: int
     job: str = ""
     """Id of the job that the request concerns or created; '' for none."""
     location: str = ""
-    """Path of the created resource."""
+    """API path of the resource that the request created."""
     replayed: bool = False
-    """True if an earlier reply was replayed for the same Idempotency-Key and nothing was done."""
+    """True if the request changed nothing, because the reply to an earlier request with its Idempotency-Key was sent
+    again."""
     idempotency_key: str = ""
     body_sha256: str = ""
     """SHA-256 of the body as far as it was read, in hex; '' without a body."""

@@ -66,7 +66,7 @@ def set_bus_clock(sample: ClockSample) -> None:
 
 
 def forget_bus_clock() -> None:
-    """Reset bus time to the wall clock, as before the first measurement."""
+    """Use the wall clock as bus time again, as before the first measurement."""
     _clock.skew_s = None
 
 

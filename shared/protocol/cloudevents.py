@@ -24,7 +24,8 @@ _NAMES = {
     "worker_back": "worker.recovered",
     "worker_problem": "worker.problem",
 }
-"""Names in CloudEvents, by type in the stream EVENTS, of events whose type would be ambiguous outside of the stream."""
+"""Names of some event types as CloudEvents, by type in the stream EVENTS. Outside of the stream, the types themselves
+would be ambiguous."""
 _OTHERS = (
     "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "extended", "halted", "health",
     "ledger_filling", "lineage_forked", "metric", "phase", "settings", "step", "submitted", "tracking",
@@ -32,7 +33,7 @@ _OTHERS = (
 EVENT_TYPES = tuple(
     f"rl.{name}.v1" for name in (*(f"job.{phase}" for phase in PHASES), *sorted({*_NAMES.values(), *_OTHERS}))
 )
-"""All event types."""
+"""Types of all job events, in the form of CloudEvents."""
 
 
 def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(row: Mapping[str, Any]) -> str:
-    """Return the type as a CloudEvent: ``rl.job.PHASE.v1`` for a change of phase, else ``rl.NAME.v1``."""
+    """Return the CloudEvents type of an event: ``rl.job.PHASE.v1`` for a change of phase, else ``rl.NAME.v1``."""
     phase = str(row["message"]).partition(":")[0]
     if row["type"] == "phase" and phase in PHASES:
         return f"rl.job.{phase}.v1"

@@ -14,7 +14,7 @@ __all__ = ["MAX_INLINE_BYTES", "SCHEMA", "Envelope", "pack", "unpack"]
 SCHEMA = 1
 """Version of every message layout in this package. A contract test pins the bytes of version 1."""
 MAX_INLINE_BYTES = 1 << 20
-"""Largest inline payload (bytes); larger ones go by reference (bulk plane) or in parts."""
+"""Largest payload inside a message (bytes); larger payloads go by reference (bulk plane) or in parts."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Buffer that a frame is written to or read from."""
+"""Buffer to which a frame is written, or from which a frame is read."""
 
 MAGIC = b"PSF1"
 BLOB_ALIGN = 64
@@ -112,7 +112,7 @@ def encode_frame(tree: Any) -> list[Buffer]:
 
 
 class _Encoder:
-    """Replaces the arrays of a tree by extensions and collects their bytes."""
+    """Replaces each array of a tree by a msgpack extension that describes it, and collects the bytes of the arrays."""
 
     def __init__(self, blobs: list[Buffer]) -> None:
         self._blobs = blobs
@@ -159,7 +159,8 @@ class _Encoder:
 
 
 def decode_frame(data: Buffer) -> Any:
-    """Inverse of ``encode_frame``. Arrays are views of ``data`` (read-only if it is) and keep it alive.
+    """Inverse of ``encode_frame``. Arrays are views of ``data``: they keep ``data`` alive, and are read-only if
+    ``data`` is read-only.
 
     If the blobs do not begin at a multiple of 8 bytes in memory, they are copied once so that every array is aligned.
 

@@ -66,7 +66,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """Prescribed form of an answer: JSON that fits ``json_schema``, calls of ``tools``, or, if both are set, either.
+    """Prescribed form of an answer: JSON that fits ``json_schema``, or calls of ``tools``. If both are set, the answer
+    may have either form.
 
     Schemas are JSON texts. ``asked_by`` is the field of the request that prescribes the form.
     """
@@ -139,7 +140,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The completions of one request, in order."""
+    """Completions of one request, in the order of the samples."""
 
     request_id: str
     samples: list[Sample]
@@ -162,26 +163,27 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     native_spans: bool
     sleep: bool
     staging: Literal["tensors", "reference"] = "tensors"
-    """tensors: the worker stages a version and passes its tensors to the engine. reference: the engine's processes
-    open and hold the version themselves, and report its digest."""
+    """`tensors`: the worker stages a version of the weights and passes its tensors to the engine. `reference`: the
+    engine's processes open and hold the version themselves, and report the digest of its weights."""
     adapters: bool = True
-    """Accepts low-rank adapters without the base weights."""
+    """True if the engine accepts low-rank adapters without the base weights."""
     routers: bool = True
-    """Records the experts of each token."""
+    """True if the engine records the experts of each token."""
     held: bool = True
-    """Computes log-probs under weights that it does not serve."""
+    """True if the engine can compute log-probs under weights that it does not serve."""
     candidates: bool = True
-    """Allows a second engine beside it, for versions that are not served yet."""
+    """True if a worker can run a second engine beside this one, for versions that are not served yet."""
     fp32_head: bool = True
-    """Computes the logits of a bfloat16 model in float32."""
+    """True if the engine can compute the logits of a bfloat16 model in float32."""
     forms: bool = True
-    """Samples answers of a prescribed form (``Constraint``)."""
+    """True if the engine can sample answers of a prescribed form (``Constraint``)."""
     plain_logprobs: bool = True
-    """Log-probs are of logits / temperature, whatever the sampling parameters."""
+    """True if the engine returns log-probs of logits / temperature, whatever the other sampling parameters are."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Version that the engine serves. ``dirty`` is True after a failed in-place update, until a full update succeeds.
+    """Version of the weights that the engine serves. ``dirty`` is True after a failed in-place update, until a full
+    update succeeds.
 
     ``base`` is the digest of the frozen weights under an adapter; empty if whole weights are updated.
     """

@@ -9,7 +9,7 @@ import msgspec
 __all__ = ["GRADER_ERRORS", "OPEN_S", "GradeReply", "GradeRequest", "error_text", "split_error"]
 
 OPEN_S = 20.0
-"""Time limit of opening the scorers of a request (seconds): a process starts, and checks its sandbox."""
+"""Time limit of opening the scorers of a request (seconds). Opening starts a process, which checks its sandbox."""
 GRADER_ERRORS = (
     "formula_parse_error",
     "invalid_variable_error",
@@ -50,8 +50,8 @@ class GradeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_text(flag: str, detail: str) -> str:
-    """Return the text of a grader error, with its kind as prefix, so that it survives where only texts are
-    transmitted."""
+    """Return the text of a grader error. The kind of the error is its prefix, so that the kind survives where only
+    texts are transmitted."""
     assert flag in GRADER_ERRORS
     return f"{flag}: {detail}"
 

@@ -40,11 +40,12 @@ def new_job_id() -> str:
 
 
 def new_attempt() -> str:
-    """Return a random id for one generation of a draw."""
+    """Return a random id, for example of one attempt to generate the group of a draw."""
     return secrets.token_hex(8)
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Derive a 63-bit seed for one purpose from the job's seed: a pure function, equal on every host."""
+    """Derive the 63-bit seed for one purpose from the job's seed. The function is pure, so all hosts get the same
+    seed."""
     text = "/".join(str(part) for part in (seed, *parts))
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1

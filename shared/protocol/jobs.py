@@ -89,7 +89,8 @@ class Operation(BaseModel):
     kind: OperationKind
     args: dict[str, Any] = Field(default_factory=dict)
     by: str = ""
-    """Id of the key that requested it; `local`: a client of this machine, where no keys are configured."""
+    """Id of the key that requested the operation; `local`: the request came from this machine while no keys are
+    configured."""
     created_at: datetime
     state: Literal["pending", "succeeded", "failed"] = "pending"
     message: str = ""
@@ -132,7 +133,7 @@ class ModelOrigin(BaseModel):
 
     @property
     def checkpoint(self) -> str:
-        """Checkpoint by id and number, a reference that never changes its meaning."""
+        """Reference to the checkpoint by job id and number, which never changes its meaning."""
         return f"job:{self.job}@{self.number}"
 
 
@@ -158,7 +159,7 @@ class JobProgress(BaseModel):
     max_steps: int | None
     """Largest number of policy updates; None if not set."""
     fraction: float | None
-    """Fraction of ``max_steps``, 0 to 1; a job may end earlier."""
+    """Completed fraction of ``max_steps``, 0 to 1; a job may end earlier."""
     groups: int
     """Groups trained."""
 
@@ -179,8 +180,8 @@ class JobStatus(BaseModel):
     error: JobFailure | None = None
     """Cause of the failure; None unless the job failed."""
     attempt: int = 0
-    """Number of control loops that have led the job: increases each time that another coordinator, or the same one
-    after an internal fault, takes it up. 0: none yet."""
+    """Number of control loops that have led the job so far; 0: none yet. A new loop begins when another coordinator
+    takes up the job, or when its coordinator takes it up again after an internal fault."""
     heartbeat_at: datetime | None = None
     """Time at which the leading coordinator last wrote this status, at least every 10 s while it leads."""
     step: int = 0
@@ -191,7 +192,8 @@ class JobStatus(BaseModel):
     promoted_at: datetime | None = None
     """Time since which ``served_version`` is served."""
     canary: dict[str, Any] | None = None
-    """Version in a canary trial, its share of the conversations, and the feedback on both arms so far."""
+    """State of the canary trial: the version on trial, its share of the conversations, and the feedback so far on this
+    version and on the served one."""
     total_steps: int | None = None
     expected_end: datetime | None = None
     """Expected end of a running job with ``total_steps``, at its recent speed."""
@@ -220,7 +222,8 @@ class JobStatus(BaseModel):
 
 
 class JobRecord(BaseModel):
-    """Job. ``spec`` is the validated job file; ``revision`` is that of the store and serves as ETag.
+    """A job as stored and as returned by the API. ``spec`` is the validated job file; ``revision`` is the store's
+    revision of the record and serves as ETag.
 
     ``generation`` counts changes by users. ``changed_from`` is the revision that the newest such change replaced: a
     client with a later revision has seen that change, whatever the coordinator observed since.
@@ -238,9 +241,9 @@ class JobRecord(BaseModel):
     spec: dict[str, Any]
     desired_state: DesiredState = "running"
     force: bool = False
-    """Cancel without training sealed batches and without a last checkpoint."""
+    """True: cancel without training sealed batches and without a last checkpoint."""
     last_checkpoint: bool = True
-    """Write a checkpoint of the trained state when the job is cancelled."""
+    """True: write a checkpoint of the trained state when the job is cancelled."""
     extensions: int = 0
     """Number of times that the job was extended after it had ended."""
     extended_at: datetime | None = None

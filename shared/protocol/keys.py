@@ -36,7 +36,7 @@ PREFIX = "rlk_"
 
 
 class KeyRecord(BaseModel):
-    """Key as returned by the API. ``rate_limit`` (such as ``600/minute``) replaces the deployment's.
+    """Key as returned by the API. ``rate_limit`` (such as ``600/minute``) replaces the rate limit of the deployment.
 
     ``models`` are the names or ids of the only jobs that the key may access; None: all. ``max_weight`` is the upper
     bound of the weight of its feedback. ``code_modules`` are the modules whose functions its job files may name; None:

@@ -51,7 +51,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     purpose: Literal["train", "eval"] = "train"
     version: int | None = None
-    """Evaluation only: the exact policy version to use."""
+    """Exact policy version to use, in tickets for evaluation."""
     temperature: float | None = None
     """Sampling temperature; None: the setting of the job file for this purpose."""
     deadline_s: float | None = None
@@ -60,8 +60,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """True if a worker returned the ticket on shutdown, so that PARTIAL may hold unfinished completions for it."""
 
     def left_s(self, published: float) -> float:
-        """Return the seconds left for a ticket that its stream stored at ``published`` (bus time), however often and
-        late it is delivered. The wall clock of the worker's host is not used."""
+        """Return the seconds left until the deadline of a ticket that its stream stored at ``published`` (bus time).
+        The number of deliveries and the wall clock of the worker's host have no influence."""
         if self.deadline_s is None:  # written by version 0.1
             return max(0.0, self.deadline - bus_time())
         if clock_skew_s() is None:  # a server without the time in its messages
@@ -84,7 +84,8 @@ def row_for(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward per completion; it is a meaningless 0 where ``failed`` is True. ``errors``: one cause per failure."""
+    """One reward per completion. Where ``failed`` is True, the reward is a meaningless 0. ``errors`` has one cause per
+    failure."""
 
     rewards: list[float]
     failed: list[bool]
@@ -187,7 +188,7 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of a replay; the last row has ``done``.
+    """Progress of a replay. ``done`` is True in the last row.
 
     ``match``: the weight digest equals the digest in the ledger. ``near`` is set if the digests differ and the replay
     runs in another environment than the training did: True if the recorded values of the update are within the bound
@@ -227,7 +228,6 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds,
     `problem` and `problem_since` (why work for the job failed)."""
     packages: list[str] | None = None
-    """Installed packages out of those that jobs may need and processes may lack (`config.needs.ANNOUNCED`); null:
-    unknown."""
+    """Installed packages out of the optional ones that jobs may need (`config.needs.ANNOUNCED`); null: unknown."""
     clock_skew_s: float | None = None
-    """Seconds that the wall clock of its host is ahead of bus time; null: unknown."""
+    """Seconds that the wall clock of the process's host is ahead of bus time; null: unknown."""

@@ -1,4 +1,5 @@
-"""Completions in progress in the stream PARTIAL: a frame each, with int32 tokens and float32 log-probs as in groups."""
+"""Completions in progress in the stream PARTIAL, one frame per completion, with int32 tokens and float32 log-probs as
+in groups."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def _key(bucket: str, keys: str = ">") -> str:
 
 
 def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
-    """Return the API subjects by which a role reads the messages of ``subject``: by consumers of its own or singly,
-    with ``direct`` also by ``DIRECT.GET``."""
+    """Return the API subjects by which a role reads the messages of ``subject``: with consumers of its own, or one
+    message at a time. ``direct`` also allows the call ``DIRECT.GET``."""
     return (
         f"{_API}.STREAM.INFO.{stream}",
         f"{_API}.STREAM.MSG.GET.{stream}",

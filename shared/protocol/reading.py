@@ -29,8 +29,8 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of prompt and answer (an answer given as text ends with the end of sequence), or ``flaw``, the name of the
-    reason why they cannot be used.
+    """Tokens of prompt and answer, or ``flaw``, the name of the reason why they cannot be used. The tokens of an answer
+    given as text end with the end-of-sequence token.
 
     ``logprobs`` are of logits (temperature 1), under policy ``version``. ``prompt`` and ``text`` are the decoded tokens
     for display, shortened if long.

@@ -14,7 +14,7 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for ``replicas`` workers in a pool; None: only report the numbers. Safe to repeat.
+    """Request to run ``replicas`` workers of a pool; None: only report the numbers of workers. Safe to repeat.
 
     ``operation``: id of the operation. Ids are ordered by time, and a request is rejected if a newer one was applied.
     """
@@ -25,7 +25,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of workers: ``replicas`` stay, of which ``ready`` are ready; ``leaving`` others are draining."""
+    """Numbers of workers: ``replicas`` workers stay, of which ``ready`` are ready; in addition, ``leaving`` workers are
+    draining."""
 
     replicas: int
     ready: int

@@ -182,7 +182,7 @@ def audits(key: str, job: str) -> str:
 
 
 def interaction(job: str, interaction: str) -> str:
-    """Return the subject of one interaction of a job; its newest message is the record."""
+    """Return the subject of one interaction of a job. The newest message on the subject is the interaction's record."""
     return f"interactions.{job}.{token(interaction)}"
 
 
@@ -202,7 +202,8 @@ def erasures(job: str) -> str:
 
 
 def feedback_ids(job: str) -> str:
-    """Return the subject, in stream FEEDBACK, of the ids of a job's decided feedback that was removed from it."""
+    """Return the subject, in stream FEEDBACK, of the ids of a job's feedback that was decided and then removed from the
+    stream."""
     return f"feedback.{job}.ids"
 
 
@@ -227,7 +228,8 @@ def inference_claims(gateway: str) -> str:
 
 
 def reading(job: str) -> str:
-    """Return the subject of texts to tokenize and tokens to score, for any rollout worker of a job (request/reply)."""
+    """Return the subject of requests to tokenize texts and to score tokens, to any rollout worker of a job
+    (request/reply)."""
     return f"reading.{job}"
 
 
@@ -247,8 +249,8 @@ def heartbeat(service: str, worker: str) -> str:
 
 
 def base_manifest(job: str) -> str:
-    """Return the key in MANIFESTS of the base weights under a job's adapters, for workers whose engine has other base
-    weights."""
+    """Return the key in MANIFESTS of the base weights that a job's adapters belong to, for workers whose engine has
+    other base weights."""
     return f"{job}.base"
 
 
@@ -281,7 +283,7 @@ def lost_weights(job: str) -> str:
 
 
 def command(job: str) -> str:
-    """Return the subject of commands from the coordinator to the job's trainer (request/reply): see ``Command``."""
+    """Return the subject of ``Command`` messages from the coordinator to the job's trainer (request/reply)."""
     return f"command.{job}"
 
 
@@ -323,7 +325,7 @@ ROLLOUT_TRY = "rollout.try"
 
 
 def env(session: str) -> str:
-    """Return the subject of requests to step simulators or episodes of a session, held by one process
+    """Return the subject of requests to the process that holds a session of simulators or episodes, to step them
     (request/reply)."""
     return f"env.session.{token(session)}"
 

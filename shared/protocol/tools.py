@@ -14,9 +14,10 @@ import msgspec
 __all__ = ["MAX_RESULT_CHARS", "MAX_STEP_BYTES", "EpisodeState", "Purpose", "Step", "ToolReply", "ToolRequest"]
 
 MAX_RESULT_CHARS = 1 << 16
-"""Longest result in characters; longer ones are cut before they are sent."""
+"""Longest result of a tool in characters; longer results are cut before they are sent."""
 MAX_STEP_BYTES = 512 << 10
-"""Largest message of an environment that leads the conversation (bytes). A larger one is a failure; it is never cut."""
+"""Largest message of an environment that leads the conversation (bytes). A larger message is never cut; the step
+fails."""
 
 Purpose = Literal["call", "begin", "answer", "stop", "reward", "keep", "end"]
 """``call``: execute tool ``name``. ``reward``: return the reward of the environment's objects for the answer
@@ -44,7 +45,8 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. The id of its envelope identifies it: a worker executes a repeated request once.
+    """Request to an env worker. The id of its envelope identifies the request: a worker executes a repeated request
+    once.
 
     ``start_by`` (Unix seconds) is the time after which the caller no longer waits: a worker does not begin after it.
     """
@@ -57,7 +59,7 @@ class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a request.
+    """Reply to a ``ToolRequest``: its result, or the cause of the failure.
 
     ``ok``: ``text`` is the result. ``error``: the call was wrong, ``text`` is the cause and is shown to the policy.
     ``failed``: the tool broke or timed out, independent of the call. ``lost``: the state of the episode was lost with
@@ -69,7 +71,8 @@ class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
     holder: str = ""
     """Worker that now holds the state of the episode."""
     gone: bool = False
-    """True if the request failed because the state of the episode is lost, so that all further ones fail, too."""
+    """True if the request failed because the state of the episode is lost, so that all further requests of the episode
+    fail, too."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):

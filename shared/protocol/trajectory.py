@@ -83,7 +83,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     @property
     def num_messages(self) -> int:
-        """Number of consecutive stream messages that hold the group, from the one with this header on."""
+        """Number of consecutive stream messages that hold the group; the message with this header is the first."""
         return num_parts(self.nbytes)
 
     @property
@@ -101,8 +101,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards of the counted trajectories and the baseline are not all equal: otherwise all advantages
-        are 0."""
+        """True if the rewards of the counted trajectories and the baseline are not all equal. If they are all equal,
+        all advantages are 0."""
         rewards = {self.rewards[i] for i in self.counted}
         return len(rewards if self.baseline is None else rewards | {self.baseline}) > 1
 
@@ -167,7 +167,7 @@ class Group:
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Tokens of each completion, int32 [G]."""
+        """Number of tokens of each completion, int32 [G]."""
         return np.diff(self.cu_seqlens).astype(np.int32)
 
     @property
@@ -223,7 +223,7 @@ class Group:
             )
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """Return the header for the gate; ``digest`` and ``nbytes`` are of the encoded group."""
+        """Return the header for the gate; ``digest`` and ``nbytes`` describe the encoded group."""
         versions = self.spans[:, 1]
         finite = bool(np.isfinite(self.logprobs).all() and np.isfinite(self.rewards).all())
         return GroupHeader(

@@ -12,7 +12,8 @@ DEFAULT_TYPES = ("rl.job.succeeded.v1", "rl.job.failed.v1", "rl.job.cancelled.v1
 
 
 class DeliveryState(BaseModel):
-    """Delivery state. ``sequence``: last event that was delivered or skipped; later ones follow in order."""
+    """Progress of deliveries. ``sequence`` is the last event that was delivered or skipped; later events follow in
+    order."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,7 +39,7 @@ class WebhookRecord(BaseModel):
     description: str = ""
     enabled: bool = True
     disabled_reason: str = ""
-    """Reason why the deployment disabled it; events wait until a user enables it again."""
+    """Reason why the deployment disabled the webhook; events wait until a user enables the webhook again."""
     created_at: datetime
 
 
@@ -52,6 +53,6 @@ class StoredWebhook(WebhookRecord):
         return WebhookRecord(**{name: getattr(self, name) for name in WebhookRecord.model_fields})
 
     def wants(self, type: str) -> bool:
-        """Return True if the webhook subscribes to events of this type; ``*`` at the end of a subscription matches any
-        ending."""
+        """Return True if the webhook subscribes to events of the type ``type``; ``*`` at the end of a subscription
+        matches any ending."""
         return any(type == one or (one.endswith("*") and type.startswith(one[:-1])) for one in self.types)

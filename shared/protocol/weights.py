@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 COLLECTIVES = ("gloo", "nccl")
-"""Transports by which the trainer broadcasts to all receivers as one group of ranks."""
+"""Transports by which the trainer broadcasts weights to all receivers as one group of ranks."""
 ALIGN = 64
 """Alignment of tensors in a slot (bytes)."""
 
@@ -59,7 +59,7 @@ class SlotRef(msgspec.Struct, frozen=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Published policy version. ``epoch`` is the trainer's; receivers reject lower ones.
+    """Published policy version. ``epoch`` is the trainer's; receivers reject manifests with a lower epoch.
 
     ``base`` is the digest of the frozen weights if the tensors are adapters; empty if they are whole weights.
     """
@@ -105,7 +105,7 @@ def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
 
 
 def slot_name(job: str, number: int, copies_of: str = "") -> str:
-    """Return the file name of a slot.
+    """Return the name of the file of a slot, which holds the weights of one version.
 
     ``copies_of`` is the id of the host whose fetched copy is in the slot; '': the slot of a publisher. ``token``
     escapes dots, so that no job's names are a prefix of another job's.

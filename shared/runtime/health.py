@@ -20,7 +20,8 @@ JSON = "application/json"
 
 
 class HealthServer:
-    """Serves until the ``async with`` block ends. ``ready`` returns the readiness, and details for display."""
+    """HTTP server that runs until the ``async with`` block ends. The function ``ready`` returns the readiness of the
+    process, and details for display."""
 
     def __init__(self, host: str, port: int, ready: Callable[[], tuple[bool, dict[str, Any]]]) -> None:
         self.host = host

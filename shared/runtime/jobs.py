@@ -34,12 +34,12 @@ logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 AGAIN_S = 30.0
-"""Delay of the second release of memory after a job (seconds). By then most threads that still computed for the job
-have ended."""
+"""Delay (seconds) after which memory is released a second time after a job. By then most threads that still computed
+for the job have ended."""
 
 
 LONGEST_DOUBT_S = 300.0
-"""Upper bound of the time for which ``Breaks`` reports a reason after the restart of the session (seconds)."""
+"""Longest time (seconds) that ``Breaks`` goes on reporting why a session broke, once the session has restarted."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -47,8 +47,8 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """Part of a job record that holds the phase. It is decoded first: for a job that has ended, as most have in an old
-    deployment, nothing else is needed."""
+    """Part of a job record that holds the phase. It is decoded first, because nothing else is needed for a job that has
+    ended, and most jobs of an old deployment have ended."""
 
     status: _Status = _Status()
 
@@ -211,7 +211,7 @@ class _Sessions:
         await opener()
 
     def _opener(self, job: str, config: AnyJob) -> Callable[[], Awaitable[None]] | None:
-        """Return the function that opens the session of a job; None if this service ignores its kind."""
+        """Return the function that opens the session of a job; None if this service ignores jobs of this kind."""
         match config:
             case JobConfig():
                 return partial(self._open_session, job, config)

@@ -45,7 +45,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """Lease of one holder. ``acquire``, then run ``keep`` beside the work, then ``release``.
+    """Lease of one holder: call ``acquire``, run ``keep`` beside the work, then call ``release``.
 
     ``held`` and ``check`` may be called from any thread. ``hung_s``: see ``HUNG_S``.
     """
@@ -68,7 +68,7 @@ class Lease:
         return self._held and time.monotonic() - self._renewed < self.lease_s
 
     def check(self) -> None:
-        """Raise Fenced unless ``held``."""
+        """Raise Fenced unless the lease is still held."""
         if not self.held:
             raise Fenced(f"lease '{self.key}' is not held any more by '{self.holder}' (epoch {self.epoch})")
 
@@ -100,7 +100,7 @@ class Lease:
             await asyncio.sleep(min(self.lease_s / 5, 0.5))
 
     async def keep(self) -> None:
-        """Renew three times per lease length, in a thread, until the lease is lost or this call is cancelled.
+        """Renew the lease three times per lease length, in a thread, until the lease is lost or this call is cancelled.
 
         Raises:
             Fenced: another process holds the lease, or it was not renewed in time. The holder must stop writing.
@@ -123,7 +123,8 @@ class Lease:
         raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
 
     async def _renew_meanwhile(self) -> None:
-        """Renew once over the holder's connection if a renewal is due, while the thread is not connected yet.
+        """Renew the lease over the holder's own connection if a renewal is due, while the renewing thread is not
+        connected yet.
 
         Raises Fenced.
         """
@@ -135,7 +136,7 @@ class Lease:
             log.warning("lease '%s' could not be renewed: %s", self.key, error)
 
     async def renew_until_lost(self, bus: Bus) -> None:
-        """Renew three times per lease length over ``bus``. Raises Fenced, as ``keep``."""
+        """Renew the lease three times per lease length over ``bus``. Raises Fenced once the lease is lost."""
         while True:
             self.check()
             await asyncio.sleep(self.lease_s / 3)
@@ -149,7 +150,7 @@ class Lease:
                 log.warning("lease '%s' could not be renewed: %s", self.key, error)
 
     async def renew(self, bus: Bus | None = None) -> None:
-        """Write the entry again, over ``bus`` (default: the holder's).
+        """Renew the lease once: write its entry again, over ``bus`` or, by default, over the holder's own connection.
 
         Raises:
             Fenced: another process wrote to the entry, or the lease had expired.
@@ -173,7 +174,8 @@ class Lease:
         self._renewed = asked
 
     async def release(self) -> None:
-        """Release the lease so that the next holder need not wait. A lost lease or a silent bus is no error."""
+        """Release the lease so that the next holder need not wait. No error is raised if the lease is lost or the bus
+        does not answer."""
         if not self._held:
             return
         self._held = False
@@ -210,7 +212,8 @@ class Lease:
 
 
 class _Renewing:
-    """Thread that renews one lease. The future ``over`` completes once the thread stops renewing, for ``reason``."""
+    """Thread that renews one lease. When the thread stops, the future ``over`` completes, and ``reason`` says why it
+    stopped."""
 
     def __init__(self, lease: Lease, bus: Bus) -> None:
         self._lease, self._bus = lease, bus
@@ -284,7 +287,7 @@ class _Renewing:
 
 
 class _Silence:
-    """Time during which an entry was observed without interruption and without a change.
+    """Measures for how long an entry has been observed without interruption and without a change.
 
     An interruption (the bus was unreachable, this process was suspended) restarts the measurement.
     """

@@ -80,7 +80,8 @@ class LedgerArchive(Protocol):
         """Store a segment durably. Raises OSError."""
 
     def get(self, job: str, name: str) -> bytes:
-        """Read a segment. Raises NotFound; OSError if it cannot be read."""
+        """Return the bytes of a segment. Raises NotFound if there is no such segment, and OSError if it cannot be
+        read."""
 
     def delete(self, job: str) -> None:
         """Delete all segments of a job, if any. Raises OSError."""
@@ -93,7 +94,7 @@ class FileArchive:
         self._folder = folder
 
     def put(self, job: str, name: str, data: bytes) -> None:
-        """See ``LedgerArchive.put``."""
+        """Store a segment durably, as ``LedgerArchive.put`` describes."""
         folder = self._folder / job
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{name}.{os.getpid()}.part"
@@ -110,14 +111,14 @@ class FileArchive:
             _sync(each)
 
     def get(self, job: str, name: str) -> bytes:
-        """See ``LedgerArchive.get``."""
+        """Return the bytes of a segment, as ``LedgerArchive.get`` describes."""
         try:
             return (self._folder / job / name).read_bytes()
         except FileNotFoundError:
             raise NotFound(f"{self._folder / job} has no file {name}") from None
 
     def delete(self, job: str) -> None:
-        """See ``LedgerArchive.delete``."""
+        """Delete all segments of a job, as ``LedgerArchive.delete`` describes."""
         if (self._folder / job).is_dir():
             shutil.rmtree(self._folder / job)
 
@@ -179,7 +180,7 @@ def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]
 
 
 def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
-    """Return the predecessor that a segment names; None for the first segment."""
+    """Return the previous segment, which the header of a segment names; None for the first segment."""
     header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
     before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
     if header["job"] != job or (before.number if before else 0) != segment.number - 1:

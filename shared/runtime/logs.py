@@ -53,7 +53,8 @@ class JsonFormatter(logging.Formatter):
 
 @contextmanager
 def bound(**fields: Any) -> Iterator[None]:
-    """Add fields (``job``, ``policy_version``, ...) to every line logged inside, also by tasks started inside."""
+    """Add fields (``job``, ``policy_version``, ...) to every line logged inside the block, also by tasks started inside
+    it."""
     token = _context.set({**(_context.get() or {}), **fields})
     try:
         yield

@@ -59,7 +59,7 @@ BUS_RECONNECTS = metrics.gauge("bus_reconnects", "How often the bus connection w
 
 
 class Service(Protocol):
-    """Service that ``run_service`` runs."""
+    """Interface of a service, which ``run_service`` runs."""
 
     ready: bool
     """True if the service accepts work."""
@@ -275,7 +275,7 @@ class _Process:
             LOOP_LAG.set(max(loop.time() - due, 0.0))
 
     async def _sign(self) -> None:
-        """Send one heartbeat. The last one, after draining, has ``ready`` False, so that the coordinator does not
+        """Send one heartbeat. The last heartbeat, after draining, has ``ready`` False, so that the coordinator does not
         report the process as lost."""
         settings, bus, service = self._settings, self._bus, self._service
         assert bus is not None
@@ -336,7 +336,7 @@ class _Process:
 
 
 async def _measure_lag() -> None:
-    """Measure the delay of this loop's timers until cancelled."""
+    """Measure how late the timers of the event loop fire, until cancelled."""
     loop = asyncio.get_running_loop()
     before, worst, began = 0.0, 0.0, loop.time()
     while True:

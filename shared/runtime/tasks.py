@@ -69,7 +69,7 @@ class WorkSlice:
         self._began = time.monotonic()
 
     async def end(self) -> None:
-        """Yield to the event loop if the slice is used up."""
+        """Yield to the event loop if the time slice of the loop is used up."""
         if time.monotonic() - self._began >= self.seconds:
             await asyncio.sleep(self.rest_s)
             self._began = time.monotonic()
@@ -84,8 +84,8 @@ def raise_if_cancelled() -> None:
 
 
 async def unexpected(work: Awaitable[None]) -> Exception | None:
-    """Await ``work`` and return the exception that ended it, of any type, or None. So a bug in one task does not end
-    others.
+    """Await ``work`` and return the exception that ended it, of any type, or None. This keeps a bug in one task from
+    ending other tasks.
 
     The work has a task of its own: until Python 3.13 a TaskGroup whose tasks fail at the end of its block leaves its
     task marked as cancelled, and one that fails while its task is cancelled drops the cancellation.
@@ -108,7 +108,8 @@ async def unexpected(work: Awaitable[None]) -> Exception | None:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Return the first error in an exception group, at any depth; ``error`` itself if it is no group."""
+    """Return the first error in an exception group, at any depth. If ``error`` is not a group, return ``error``
+    itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

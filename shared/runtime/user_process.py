@@ -40,7 +40,8 @@ _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
 class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
-    """Message that the trial begins to do ``what`` with the code under ``key``; ``fatal``: as in ``Attempts.at``."""
+    """Message from the process of a trial that an action begins: ``what`` is done with the code under ``key``.
+    ``fatal`` is as in ``Attempts.at``."""
 
     key: str
     what: str
@@ -48,7 +49,7 @@ class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
 
 
 class _Done(msgspec.Struct, frozen=True, tag="done"):
-    """Message that the trial has ended."""
+    """Message from the process of a trial that the trial has ended."""
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -162,7 +163,7 @@ class Attempts:
         self._service, self._send = service, send
 
     def at(self, key: str, what: str, action: Callable[[], Any], *, fatal: bool, advice: str = "") -> tuple[bool, Any]:
-        """Return True and the result of ``action``, which runs user code; False and None if it raised.
+        """Run ``action``, which runs user code. Return True and its result; False and None if it raised.
 
         Args:
             key: key of the job file that names the code.

@@ -27,7 +27,7 @@ class Outcome:
     verdict: Verdict
     stdout: bytes
     flooded: bool
-    """True if the run exceeded its output limit and was stopped for it."""
+    """True if the run was stopped because it exceeded its output limit."""
     steps: dict[int, Any]
     """Value that each step reported, by number of the step; steps that raised or did not run are missing."""
 
@@ -76,7 +76,7 @@ class _Run:
         return max(0.0, self._deadline - time.monotonic())
 
     def read(self, descriptor: int) -> bool:
-        """Read from ``descriptor``; return True if it has reached its end."""
+        """Read the next bytes from ``descriptor``; return True once no more bytes can follow."""
         if descriptor not in self._written:
             message = self._channel.recv(256)
             if not message:

@@ -23,8 +23,8 @@ _WARDENS = 2
 same user."""
 _NOBODY = 65534
 _PRIVATE_USERS = 0x40000000
-"""Base of the user ids of runs, to which the handle's process id is added. Processes that other handles started then
-have other users, and do not count towards the process limit."""
+"""Base of the user ids of runs; a run's user id is this base plus the process id of the handle. So processes that other
+handles started have other users, and do not count towards the process limit of the run."""
 
 
 def confine(plan: Plan, warden: int) -> None:
@@ -81,7 +81,8 @@ def _threads_of_user() -> int:
 
 
 def _become_nobody(number: int) -> None:
-    """Change to a user id without files and other processes; if a container maps no such id, to that of nobody."""
+    """Change to a user id that owns no files and no other processes. If the container does not map such an id, change
+    to the id of the user nobody."""
     os.setgroups([])
     for user in (_PRIVATE_USERS + number, _NOBODY):
         try:

@@ -47,7 +47,7 @@ _CONTAINERS: dict[str, type] = {
 _LONG_BITS = 8192
 """Longest integer in bits that is sent as a JSON number; Python refuses to parse decimal numbers of many digits."""
 _LIBRARY = sys.stdlib_module_names - {"unittest", "doctest", "bdb"}
-"""Modules whose exceptions the judge recognises; the excluded ones define exceptions that skip a test."""
+"""Modules whose exceptions the judge recognises. The modules left out define exceptions that skip a test."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _UNARY = (
     "neg", "pos", "abs", "invert", "index", "len", "iter", "next", "str", "repr", "bool", "int", "float", "reversed",
@@ -181,7 +181,7 @@ class _Peer:
         return self._objects[number]
 
     def decode(self, value: Any) -> Any:
-        """Decode a value. Raises Gone if ``encode`` cannot have produced it."""
+        """Decode a value that the other end encoded. Raises Gone if ``encode`` cannot have produced it."""
         if not isinstance(value, dict):
             if value is None or isinstance(value, bool | int | float | str):
                 return value
@@ -232,7 +232,8 @@ class _Peer:
 
 
 def _private(read: int, write: int) -> tuple[int, int]:
-    """Duplicate two pipes to new descriptors and return these; the old ones then read nothing, and discard writes."""
+    """Duplicate two pipe ends to new descriptors and return these. Afterwards the old descriptor for reading is at its
+    end, and writes to the old descriptor for writing are discarded."""
     private = os.dup(read), os.dup(write)
     nothing, closed = os.pipe()
     os.close(closed)
@@ -311,8 +312,8 @@ class _Judge(_Peer):
             raise RuntimeError("the program raised StopIteration") from error
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of the program and return its result. Lists, dicts and sets that it changed among its
-        arguments change here, too."""
+        """Call a function of the program and return its result. If the function changes lists, dicts or sets among its
+        arguments, the judge's own objects change, too."""
         given = {key: self.encode(each) for key, each in kwargs.items()}
         value, changed = self.ask("call", number, [self.encode(each) for each in args], given)
         for place, new in changed:
@@ -377,7 +378,7 @@ class _Judge(_Peer):
 
 
 def _text(error: BaseException) -> str:
-    """Return the text of an exception as reported by the program."""
+    """Return the text of an exception of the program, as the program reported it."""
     return str(vars(error).get("_text", BaseException.__str__(error)))
 
 

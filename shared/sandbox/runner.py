@@ -30,7 +30,7 @@ _STANDARD_LIBRARY = sys.path[1:]
 _compile, _eval, _exec, _dumps, _write, _exit = compile, eval, exec, json.dumps, os.write, os._exit
 """References to Python's own functions, taken before a program can replace them."""
 _WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
-"""Errors that a program may raise."""
+"""Types of all errors that a program may raise."""
 
 
 def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
@@ -55,7 +55,8 @@ def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
 
 
 def _take(descriptors: list[int]) -> int:
-    """Move the first three descriptors to 0, 1 and ``_RESULTS``, close all but the job's, and return the job's."""
+    """Move the first three descriptors to 0, 1 and ``_RESULTS``, close all others except the descriptor of the job, and
+    return that descriptor."""
     stdin, stdout, results, job = (fcntl.fcntl(number, fcntl.F_DUPFD, _ABOVE_ALL) for number in descriptors)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, place in ((stdin, 0), (stdout, 1), (nowhere, 2), (results, _RESULTS), (job, _RESULTS + 1)):
@@ -99,7 +100,8 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 
 
 def _judge(job: Job) -> int:
-    """Execute the steps; return the exit status. Their unknown names are looked up in the program's process."""
+    """Execute the steps of a judge; return the exit status. Names that the steps do not define are looked up in the
+    program's process."""
     try:
         names = RemoteNames(0, 1, [each for step in job.steps for each in step.get("own", ())])
     except (Gone, OSError, ValueError):  # the program did not complete

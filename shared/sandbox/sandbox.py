@@ -144,7 +144,8 @@ class Sandbox:
     _channel: socket.socket
 
     def __init__(self, config: Limits, mechanisms: Sequence[Mechanism] = ("namespaces", "landlock")) -> None:
-        """Raises SandboxError, with the reasons, if no mechanism works: programs never run without containment."""
+        """Start the warden with the first mechanism that works. Raises SandboxError, with the reasons, if no mechanism
+        works: programs never run without containment."""
         self._config = config
         self.mechanism = mechanisms[0]
         self._process: subprocess.Popen[bytes] | None = None

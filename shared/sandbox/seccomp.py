@@ -79,14 +79,14 @@ _FILE_CHANGES: Numbers = {
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
 _ABSENT: Numbers = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Calls that fail as unimplemented, because a filter cannot read their arguments in memory; callers then use clone and
-openat."""
+"""System calls that fail as if the kernel lacked them, because a filter cannot read their arguments in memory. Callers
+then use clone and openat."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Rule that denies ``call`` with ``error`` if its ``argument`` (number from 0) passes ``test``: has any or none of
-    the bits of ``value``, equals ``value``, or differs from it."""
+    """Rule that denies the system call ``call`` with ``error`` if ``test`` holds for its argument number ``argument``
+    (from 0): the argument has any or none of the bits of ``value``, equals ``value``, or differs from it."""
 
     call: tuple[int, int | None]
     argument: int

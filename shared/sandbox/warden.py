@@ -28,7 +28,7 @@ __all__ = ["enter_namespaces", "fresh_scratch", "main"]
 
 
 _STAGE = "/proc"
-"""Mount point for assembling the new root: it exists everywhere, and is not needed afterwards."""
+"""Mount point at which the new root is assembled: this directory exists on every host, and is not needed afterwards."""
 _DEVICES = ("null", "zero", "urandom", "random")
 _LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _INNER_USER = 1000
@@ -75,8 +75,8 @@ def fresh_scratch(size_bytes: int, *, replace: bool) -> None:
 
 
 def _unshared(spaces: int) -> bool:
-    """Enter new namespaces of the kinds ``spaces``. Return False if even root lacks this right, as in a container
-    without the capability; a user namespace may still work there."""
+    """Enter new namespaces of the kinds ``spaces``. Return False if this process lacks the right, as even root does in
+    a container without the capability; a user namespace may still work there."""
     try:
         kernel.unshare(spaces)
     except PermissionError:

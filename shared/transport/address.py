@@ -1,4 +1,4 @@
-"""Address checks of requests to URLs chosen by users: they must not reach the service's own network, unless allowed.
+"""Address checks for URLs chosen by users: requests to them must not reach the service's own network, unless allowed.
 
 A host name is resolved once, and the connection uses the address that was checked, so that it cannot change in between.
 """
@@ -19,12 +19,12 @@ from penstock.shared.errors import ConfigError, Unavailable
 __all__ = ["WEBHOOKS", "check_url", "pinned", "reachable_address"]
 
 WEBHOOKS = "PENSTOCK_WEBHOOK_PRIVATE"
-"""Name of the default setting that allows private addresses, for error messages; callers may name another setting."""
+"""Setting that allows private addresses for webhooks; error messages name it, unless the caller passes another name."""
 
 MAX_CHARS = 2000
 RESOLVE_S = 5.0
 RESOLVER = ThreadPoolExecutor(2, thread_name_prefix="resolve")
-"""Threads for DNS alone, so that slow look-ups delay only requests to such URLs, not the work in the event loop's
+"""Threads for DNS alone. So slow look-ups delay only requests to users' URLs, and not the work in the event loop's
 default executor."""
 CARRIERS = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96"))
 """IPv6 networks whose last 32 bits are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64 (RFC 6052)."""
@@ -72,7 +72,7 @@ async def reachable_address(host: str, port: int, *, private: bool, setting: str
 
 
 async def pinned(url: httpx.URL, *, private: bool, setting: str = WEBHOOKS) -> tuple[httpx.URL, str, str]:
-    """Resolve and check ``url``; return ``(URL with the address, Host header, name for TLS)`` of a request.
+    """Resolve and check ``url``; return what a request needs: ``(URL with the IP address, Host header, name for TLS)``.
 
     Raises:
         Unavailable: the name has no address, or one of them is private.

@@ -29,7 +29,7 @@ class StreamImage(msgspec.Struct, frozen=True):
 
     @property
     def last_seq(self) -> int:
-        """Sequence of the newest message ever stored."""
+        """Sequence number of the newest message ever stored."""
         return int(self.state["last_seq"])
 
     @property

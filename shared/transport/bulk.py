@@ -1,4 +1,4 @@
-"""Bulk plane: bytes above 1 MiB go into shared memory, and a small claim check over the bus.
+"""Bulk plane: data above 1 MiB is placed in shared memory, and only a small claim check is sent over the bus.
 
 The producer copies buffers into a segment of its pool and sends the claim; a consumer on the same host maps the segment
 (without a copy), one on another host pulls over TCP. A segment is reused only after the producer released its claim
@@ -98,7 +98,7 @@ class BulkStore:
                 self._create(_round_up(nbytes))
 
     def close(self) -> None:
-        """Stop serving and remove the segments. Mapped ones live until their readers release them."""
+        """Stop serving and remove the segments. The memory of a segment lives until its last reader releases it."""
         if self._server:
             self._server.close()
         with self._changed:
@@ -182,7 +182,7 @@ class BulkStore:
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
-        """Yield the content of segment ``name`` for the server, under the reader's lock."""
+        """Yield the content of segment ``name`` for the server; hold a lock meanwhile, as any reader does."""
         with self._changed:
             if name not in self._segments:
                 raise NotFound(f"no segment '{name}' here")
@@ -194,6 +194,6 @@ class BulkStore:
 
 
 def _round_up(nbytes: int) -> int:
-    """Return the capacity for ``nbytes``: at most a quarter more, so that frames of similar size share segments."""
+    """Round ``nbytes`` up by at most a quarter, so that frames of similar size can use the same segment."""
     step = max(_MIN_CAPACITY, 1 << max(nbytes - 1, 0).bit_length() - 2) if nbytes > 4 else _MIN_CAPACITY
     return max(-(-nbytes // step) * step, _MIN_CAPACITY)

@@ -1,4 +1,4 @@
-"""Frames as messages: a small one inline, a large one in the bulk plane, with its claim check in the message.
+"""Frames as messages: a message contains a small frame itself, but only the claim check of a large frame.
 
 A claimed segment of memory stays until the sender releases the message. A reader that has opened the message keeps the
 segment even longer, until it releases its blob or dies.

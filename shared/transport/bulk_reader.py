@@ -63,7 +63,7 @@ class BulkReader:
         self._spare = np.empty(0, np.uint8)
 
     def fetch(self, claim: Claim, *, timeout_s: float = 10.0, verify: bool = True) -> Blob:
-        """Fetch the bytes of ``claim``; ``verify`` checks its digest if it has one.
+        """Fetch the bytes of ``claim``; with ``verify``, compare them with the digest in the claim, if there is one.
 
         Same host: takes microseconds. Another host: blocks for the transfer, at most ``timeout_s``.
 
@@ -146,7 +146,7 @@ class BulkReader:
         return Blob(buffer[: claim.nbytes], lambda: self._recycle(buffer))
 
     def _recycle(self, buffer: NDArray[np.uint8]) -> None:
-        """Keep the largest released buffer: fresh pages cost more than filling them from a fast network."""
+        """Keep the largest released buffer for reuse, because allocating new memory is slower than a fast network."""
         with self._mutex:
             if buffer.nbytes > self._spare.nbytes:
                 self._spare = buffer

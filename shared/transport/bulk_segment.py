@@ -63,7 +63,7 @@ class LockedFile:
         return self._try_lock(fcntl.LOCK_EX)
 
     def try_shared(self) -> bool:
-        """Take a shared lock; return False if a writer holds its lock."""
+        """Take a shared lock; return False if another holder has the exclusive lock."""
         return self._try_lock(fcntl.LOCK_SH)
 
     def unlock(self) -> None:
@@ -71,7 +71,7 @@ class LockedFile:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def holders(self) -> list[int]:
-        """Return the ids of processes that hold a lock, as far as this process may see them; for messages."""
+        """Return the ids of processes that hold a lock, for messages. Processes hidden from this one are missing."""
         stat = os.fstat(self.fd)
         file = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
         try:
@@ -83,7 +83,7 @@ class LockedFile:
         return sorted({int(row[4]) for row in rows if len(row) > 5 and row[1] == "FLOCK" and row[5] == file})
 
     def is_current(self) -> bool:
-        """True if the path still leads to this file, not to a newer one or to none."""
+        """True if the path still leads to this file; False if the path is gone or leads to a newer file."""
         try:
             return os.path.samestat(self.path.stat(), os.fstat(self.fd))
         except FileNotFoundError:
@@ -210,7 +210,7 @@ def remove_unheld(paths: Iterable[Path]) -> None:
 
 
 def _reserve(fd: int, nbytes: int, on_piece: Callable[[], None]) -> None:
-    """Allocate the pages of a file. Raises OSError if there is no room, if possible before it allocates any page."""
+    """Allocate the pages of a file. Raises OSError if the file system lacks room, if possible before any allocation."""
     if nbytes > _free_bytes(Path(f"/proc/self/fd/{fd}")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for start in range(0, nbytes, _PIECE):

@@ -53,11 +53,11 @@ _FOUND, _NOT_FOUND, _REFUSED = 0, 1, 2
 _IDLE_S = 15.0
 """Timeout of a peer that reads nothing (seconds)."""
 _PROOF_S = 5.0
-"""Time limit of a peer's request with its proof (seconds)."""
+"""Time limit for a peer to send its request, which proves that it knows the token (seconds)."""
 _MAX_CONNECTIONS = 64
 _MAX_UNPROVEN = 64
-"""Largest number of connected peers that have not sent a valid proof yet. Above it the server disconnects the oldest of
-these, so that strangers cannot block other peers."""
+"""Largest number of connected peers that have not sent a valid proof yet. Above it the server disconnects the oldest
+unproven peer, so that strangers cannot block other peers."""
 _CHUNK = 4 << 20
 _PIECE = 1 << 20
 """Bytes received at a time: few enough to be in a cache while they are checked."""
@@ -310,8 +310,8 @@ def _receive_blob(
 
 @contextlib.contextmanager
 def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], None]]:
-    """Yield ``submit(call, start)``, which runs ``call(start)``: at once, or in a second thread for a blob of more than
-    ``_BESIDE`` bytes.
+    """Yield ``submit(call, start)``, which runs ``call(start)``: in a second thread if the blob has more than
+    ``_BESIDE`` bytes, otherwise at once.
 
     The thread makes the calls in order. Unless the ``with`` block fails, its end waits for the last call. If a call in
     the thread fails, a later ``submit`` or the end of the block raises its error.
@@ -347,7 +347,7 @@ def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | Non
 
 
 def _greeting(peer: socket.socket, deadline: float) -> bytes:
-    """Return the greeting of a producer. Raises OSError.
+    """Receive and return the greeting of a producer: a magic number and a nonce. Raises OSError.
 
     A producer with TLS sends nothing to a client without TLS, and then disconnects: the error suggests this cause.
     """

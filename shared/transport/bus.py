@@ -55,8 +55,8 @@ __all__ = [
 @dataclass(frozen=True, slots=True)
 class StreamState:
     """State of a stream. ``bytes`` includes the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
-    (RFC 3339) distinguishes a stream from an earlier one of its name; ``atomic``: it stores the parts of a payload
-    atomically."""
+    (RFC 3339) distinguishes the stream from an earlier stream of the same name; ``atomic``: the stream stores the parts
+    of a payload atomically."""
 
     messages: int
     bytes: int
@@ -86,7 +86,7 @@ class ConsumerState:
 log = logging.getLogger(__name__)
 
 CLOCK_SAMPLES = 3
-"""Requests per measurement of the server's clock; the fastest counts."""
+"""Number of requests per measurement of the server's clock, of which only the fastest is used."""
 
 
 class Bus:
@@ -154,7 +154,7 @@ class Bus:
         return await self._connection.echo(deadline_s)
 
     async def measure_clock(self, *, deadline_s: float = 2.0) -> float | None:
-        """Measure the server's clock and set bus time by it; return the seconds that this host's clock is ahead.
+        """Measure the server's clock and use it as bus time; return by how many seconds this host's clock is ahead.
 
         Returns None for a server that does not report its time (before 2.10): bus time stays as it was. In a cluster,
         the node that stamps the tickets is measured.
@@ -195,7 +195,7 @@ class Bus:
         replicas: int = 1,
         update: bool = True,
     ) -> None:
-        """Create missing streams and buckets, and with ``update`` adapt existing ones to these arguments; idempotent.
+        """Create missing streams and buckets; with ``update``, also adapt existing ones to the arguments. Idempotent.
 
         In a cluster each stream and bucket gets ``replicas``; one that has more replicas keeps them.
 
@@ -290,8 +290,8 @@ class Bus:
         return found
 
     async def walk(self, stream: str, subject: str, *, last_seq: int) -> list[Message]:
-        """Return messages of ``subject`` up to ``last_seq``, one request each: a work queue allows no second
-        consumer."""
+        """Return messages of ``subject`` up to sequence ``last_seq``. Each is requested singly, without a consumer,
+        because a work queue allows no second consumer."""
         found: list[Message] = []
         seq = 1
         while (message := await reading.first_at_or_after(self._connection, stream, subject, seq)) is not None:
@@ -334,7 +334,7 @@ class Bus:
         max_ack_pending: int = 1000,
         deadline_s: float = 10.0,
     ) -> Puller:
-        """Return a puller of work from ``subject`` under leases of ``ack_wait_s``; creates or updates the durable
+        """Return a puller of work from ``subject``, with leases of ``ack_wait_s`` seconds; create or update its durable
         consumer.
 
         Raises:
@@ -374,8 +374,8 @@ class Bus:
                 raise
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
-        """Delete the messages of ``subject`` with sequences below ``below_seq`` (None: all), and their parts; return
-        the number of deleted messages."""
+        """Delete the messages of ``subject``, and the parts of large payloads on it, with sequences below ``below_seq``
+        (None: all); return the number of deleted messages."""
         if below_seq is not None and below_seq <= 1:  # the server treats sequence 0 as no limit
             return 0
         purged = 0
@@ -427,7 +427,7 @@ class Bus:
         return await self._connection.subscribe("$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>", on_advisory)
 
     def save_stream(self, stream: str) -> AsyncGenerator[StreamImage | bytes, None]:
-        """Yield the image of a stream, then its bytes in parts: see ``archive.save_stream``."""
+        """Yield the ``StreamImage`` of a stream, then its snapshot in parts, as bytes: see ``archive.save_stream``."""
         return archive.save_stream(self._connection, stream)
 
     async def load_stream(self, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
@@ -450,7 +450,7 @@ class Bus:
     # Core: at most once
 
     async def notify(self, subject: str, data: bytes) -> None:
-        """Send to the current subscribers. Raises Unavailable at once while disconnected; nothing is buffered."""
+        """Send ``data`` to the current subscribers of ``subject``; raise Unavailable instead while disconnected."""
         await self._connection.send(subject, data)
 
     async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:

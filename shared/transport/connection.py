@@ -35,7 +35,7 @@ RETRY_S = 0.2
 REMIND_S = 10.0
 """Interval of warnings while the server is unreachable (seconds)."""
 PING_S = 1.0
-"""Interval of pings (seconds); a peer that misses two is dead, so a silent cut is detected within three seconds."""
+"""Interval of pings (seconds). Two unanswered pings end a connection: a silent cut is noticed within three seconds."""
 LEAVE_S = 8.0
 """Time without a JetStream response (seconds) after which the client moves to another node of the cluster, because
 its node may be cut off. Longer than the election of a leader, during which changing the node would not help."""
@@ -45,8 +45,8 @@ bytes wait in the send buffer."""
 REFUSED = "permissions violation"
 """Text in the server's error for a subject that a user may not publish or subscribe to."""
 PENDING_BYTES = 64 << 20
-"""Limit of nats-py's buffer, above which publish blocks in a way that swallows cancellation; far above the bytes
-that callers have in flight."""
+"""Limit of nats-py's send buffer (bytes). A publish above the limit would block and swallow cancellation, so the limit
+is far above the bytes that callers have in flight."""
 
 
 class NoResponders(Unavailable):
@@ -91,7 +91,7 @@ def redact(url: str) -> str:
 
 
 def _user_of(url: str) -> str:
-    """Return the user of ``url``; '' if it names none, or has a token."""
+    """Return the user name in ``url``; '' if it has no user, or a token instead of user and password."""
     split = urlsplit(url)
     return split.username if split.username and split.password else ""
 

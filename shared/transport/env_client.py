@@ -119,7 +119,7 @@ class EnvClient:
         return self._observations is not None
 
     async def reset(self, request: ResetRequest, *, deadline_s: float = 60.0) -> ResetReply:
-        """Start episodes; return a reply with their first observations. Raises as ``step``."""
+        """Start episodes; return a reply with their first observations. Raises the same errors as ``step``."""
         return await self._observe(request, ResetReply, deadline_s)
 
     async def step(self, request: StepRequest, *, deadline_s: float = 60.0) -> StepReply:
@@ -161,8 +161,8 @@ class EnvClient:
         return await self._observe(request, ResetReply, deadline_s)
 
     async def film(self, env_id: int, *, deadline_s: float = 60.0) -> tuple[bytes, str]:
-        """Return the newest episode of an environment as an MP4 file, and the reason if there is none. Raises as
-        ``step``."""
+        """Return the newest episode of an environment as an MP4 file, and the reason if there is no film. Raises the
+        same errors as ``step``."""
         reply = await self._ask(FilmRequest(seq=self.seq, env_id=env_id), FilmReply, deadline_s)
         return reply.film.tobytes(), "".join(reply.reasons)
 
@@ -189,7 +189,7 @@ class EnvClient:
     async def _observe(
         self, body: ResetRequest | StepRequest | RestoreRequest, kind: type[Observed], deadline_s: float
     ) -> Observed:
-        """Send a request and return its reply, with observations from the memory of the session if that is mapped."""
+        """Send a request and return its reply, with observations from the session's memory if this memory is mapped."""
         if self._observations is None:
             return await self._ask(body, kind, deadline_s)
         reply = await self._ask(dataclasses.replace(body, observe=False), kind, deadline_s)
@@ -234,7 +234,7 @@ class EnvClient:
 
 
 def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str, NDArray[Any]] | None:
-    """Map the memory with the current observations of a session; return arrays [B, ...] by name, or None if that fails.
+    """Map the memory with a session's current observations; return arrays [environments, ...] by name, None on failure.
 
     ``process`` is the id of the process that serves the session.
     """

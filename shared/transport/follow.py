@@ -1,4 +1,4 @@
-"""Ordered reading of a stream, without acknowledgements: an ephemeral pull consumer that is rebuilt on any doubt.
+"""Ordered reading of a stream, without acknowledgements: an ephemeral pull consumer that is rebuilt after any fault.
 
 ``__anext__`` drives the reader: there is no background task, the buffer is bounded, and the next request to the server
 is sent when the buffer is half empty. A lost connection, a server restart, a gap in the consumer's sequence or silence
@@ -187,8 +187,8 @@ class Reader:
         return True
 
     def _reply_to(self) -> str:
-        """Return the reply subject of the newest request. Each request has its own, so that the late end of an earlier
-        request is not taken for the end of this one."""
+        """Return the reply subject of the newest request. Each request has its own subject, so that a late status that
+        ends an earlier request does not end this request."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
@@ -253,7 +253,7 @@ class _Weak:
         self._reader = weakref.ref(reader)
 
     def deliver(self, message: Raw) -> None:
-        """Ignore a message: the connection holds this inbox only to call ``lost``."""
+        """Ignore a message: this inbox is registered only so that the connection can call ``lost``."""
 
     def lost(self, error: Lost) -> None:
         reader = self._reader()

@@ -55,7 +55,7 @@ class Reply:
 
 
 class Inboxes:
-    """Inboxes of one connection, each with its sink. All share one prefix, below the inboxes of the NATS user."""
+    """Inboxes of one connection, each with its sink. All have one prefix, which the NATS user may subscribe to."""
 
     def __init__(self, user: str = "") -> None:
         self._user = user

@@ -36,7 +36,7 @@ class Entry:
 
 
 class KeyValue:
-    """Bucket. Keys are dot-separated tokens of letters, digits, ``-``, ``_``, ``/`` and ``=``."""
+    """Key-value bucket. Keys are dot-separated tokens of letters, digits, ``-``, ``_``, ``/`` and ``=``."""
 
     def __init__(self, connection: Connection, publisher: Publisher, bucket: str) -> None:
         self.bucket = bucket
@@ -51,7 +51,7 @@ class KeyValue:
         return entry if entry is not None and entry.value is not None else None
 
     async def create(self, key: str, value: bytes, *, keep_s: float | None = None, deadline_s: float = 5.0) -> int:
-        """Store a value if the key has none (or a deleted one); return its revision.
+        """Store a value if the key has no value, or was deleted; return the revision of the value.
 
         Args:
             keep_s: time after which the entry expires; only in buckets whose entries expire.
@@ -71,7 +71,7 @@ class KeyValue:
     async def update(
         self, key: str, value: bytes, revision: int, *, keep_s: float | None = None, deadline_s: float = 5.0
     ) -> int:
-        """Replace the value of ``revision``; return the new revision. ``keep_s`` as in ``create``.
+        """Replace a value whose revision is ``revision``; return the new revision. ``keep_s``: see ``create``.
 
         Raises:
             Conflict: the key is at another revision.
@@ -160,7 +160,7 @@ class KeyValue:
         return [self._prefix + self._checked(prefix), f"{self._prefix}{prefix}.>"]
 
     def reader(self, subject: str, *, headers_only: bool = False, follow: bool, start_seq: int | None = None) -> Reader:
-        """Return a reader of this bucket's stream; without ``start_seq`` from the newest value of each key."""
+        """Return a reader of this bucket's stream from ``start_seq`` on; None: from the newest value of each key on."""
         return Reader(
             self._connection,
             self._stream,
@@ -212,7 +212,7 @@ def _kept(keep_s: float | None) -> dict[str, str] | None:
 
 
 class Watch:
-    """Async iterator over the changes of a bucket; ``aclose`` when done."""
+    """Async iterator over the changes of a bucket. Call ``aclose`` after use."""
 
     def __init__(self, bucket: KeyValue, prefix: str, include_current: bool) -> None:
         self._bucket = bucket
@@ -233,7 +233,7 @@ class Watch:
                 return entry
 
     async def start(self) -> None:
-        """Fix the revision after which this watch returns changes; without this call the first ``anext`` fixes it."""
+        """Start watching, so that no change from now on is missed. Otherwise the first ``anext`` starts watching."""
         if self._reader is None:
             start = None if self._include_current else await self._bucket.end() + 1
             self._reader = self._bucket.reader(self._bucket.subjects("")[0], follow=True, start_seq=start)

@@ -48,7 +48,7 @@ class Delivery:
         self.seq: int = message.seq
         self.time: float = message.time
         self.deliveries: int = info.deliveries
-        """Number of deliveries; 1 at the first."""
+        """Number of times that the message was delivered, this delivery included."""
 
     async def ack(self) -> None:
         """Acknowledge success: the server does not deliver the message again, and a work queue deletes it."""
@@ -64,7 +64,7 @@ class Delivery:
         await self._puller.answer(self._reply, b"+TERM")
 
     async def in_progress(self) -> None:
-        """Renew the lease. Lost while the bus is down."""
+        """Renew the lease. The renewal is lost if the bus is down."""
         await self._puller.extend(self._reply)
 
 
@@ -154,7 +154,7 @@ class Puller:
             log.debug("lease not extended: %s", error)
 
     def deliver(self, message: Raw) -> None:
-        """Ignore a message: the connection holds this inbox only to call ``lost``."""
+        """Ignore a message: this inbox is registered only so that the connection can call ``lost``."""
 
     def lost(self, error: Lost) -> None:
         """Handle a broken connection: the request is lost, leases and the durable consumer remain."""
@@ -187,8 +187,8 @@ class Puller:
             raise
 
     def _reply_to(self) -> str:
-        """Return the reply subject of the newest request. Each request has its own, so that the late end of an earlier
-        request is not taken for the end of this one."""
+        """Return the reply subject of the newest request. Each request has its own subject, so that a late status that
+        ends an earlier request does not end this request."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 

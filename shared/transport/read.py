@@ -26,7 +26,7 @@ WINDOW = 64
 async def get(
     connection: Connection, stream: str, seq: int, *, deadline_s: float = 5.0, direct: bool = True
 ) -> Message:
-    """Return the message with sequence ``seq``; from any replica that has it, or without ``direct`` from the leader.
+    """Return the message with sequence ``seq``, from any replica that has it; if not ``direct``, only from the leader.
 
     Raises:
         NotFound: the leader of the stream does not have it (a lagging replica is not trusted).

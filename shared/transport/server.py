@@ -65,10 +65,10 @@ class _Process:
         self.directory = directory or Path(tempfile.mkdtemp(prefix=f"penstock-{self.name}-"))
         self.host = host
         self.port = port
-        """Port; 0 until the first start if any free port was requested, constant afterwards."""
+        """Port of the server. If any free port was requested, 0 until the first start chooses one; then constant."""
         self.log = self.directory / f"{self.name}.log"
         self.report: Callable[[str], None] = log.warning
-        """Called with progress messages of a slow start."""
+        """Function that receives messages about the progress of a slow start."""
         self._starting = False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -277,7 +277,7 @@ class NatsServer(_Process):
         return f"{'tls' if self._tls else 'nats'}://{self.host}:{self.port}"
 
     def url_of(self, role: str) -> str:
-        """Return the address for clients of a role, with its password; without users, ``url``."""
+        """Return the address for clients of a role, with the role's password; ``url`` if the server has no users."""
         return self.url.replace("://", f"://{role}:{self._passwords[role]}@") if self._passwords else self.url
 
     @property
@@ -286,7 +286,7 @@ class NatsServer(_Process):
         return f"http://127.0.0.1:{self.monitor_port}"
 
     def flaw(self, *, deadline_s: float = 2.0) -> str:
-        """Return the fault that the server's own health check reports; '' for none, or without a response. Blocks."""
+        """Return the fault that the server's health check reports; '' if it reports none or is unreachable. Blocks."""
         return _flaw(self.monitor_url, deadline_s)
 
     def _command(self) -> list[str]:
@@ -423,7 +423,7 @@ async def durability(monitor_url: str | None, *, deadline_s: float = 2.0) -> Dur
 
 
 async def flaw(monitor_url: str | None, *, deadline_s: float = 2.0) -> str:
-    """Return the fault that the server behind this HTTP monitor reports; '' for none, or without a response.
+    """Return the fault that the server behind this HTTP monitor reports; '' if it reports none or does not respond.
 
     A stream whose write failed (a full disk) accepts nothing until the server is restarted, and does not respond to
     publishers: only this check reveals it.

@@ -62,7 +62,7 @@ class WeightPublisher(Protocol):
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Publish a copy of ``tensors`` and return its manifest. The version of ``keep`` stays available.
+        """Publish a copy of ``tensors`` and return its manifest. The version in the manifest ``keep`` stays available.
 
         Raises:
             WeightsError: the tensors do not fit the layout, or the bytes cannot be stored.
@@ -78,7 +78,7 @@ class WeightReceiver(Protocol):
     """Stages policy versions on one host."""
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True if this receiver can use ``ref``."""
+        """Return True if this receiver can use ``ref``, a reference in a manifest."""
 
     def stage(self, manifest: WeightManifest) -> Staged:
         """Make the version of ``manifest`` available in memory, verify its bytes, and return it.

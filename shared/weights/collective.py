@@ -53,7 +53,7 @@ MEET_S = 5.0
 STANDSTILL_S = 10.0
 """Timeout of one bucket (seconds)."""
 AGAIN_S = 30.0
-"""Time after which a broken group of an unchanged membership is rebuilt (seconds)."""
+"""Time after which a broken group is built again, if its members have not changed (seconds)."""
 
 Source = Callable[[], AbstractContextManager[NDArray[np.uint8]]]
 """Opens the bytes of a version, which stay constant inside the ``with`` block."""
@@ -110,7 +110,7 @@ class _Group:
             self._handle = gloo(store, rank, size, options)
 
     def broadcast(self, data: NDArray[np.uint8]) -> None:
-        """Send ``data`` from rank 0, or receive into it on others, bucket by bucket.
+        """Rank 0: send ``data`` bucket by bucket. Other ranks: receive into ``data``.
 
         Raises:
             RuntimeError: a member was lost, or a bucket took longer than ``STANDSTILL_S``.

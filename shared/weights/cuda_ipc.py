@@ -45,7 +45,7 @@ _POLL_S = 0.05
 
 
 def device_slot_paths(directory: Path, job: str) -> list[Path]:
-    """Return the files of all publishers of a job on this host."""
+    """Return the files in ``directory`` of all processes that publish weights of a job from GPUs of this host."""
     return sorted(directory.glob(_prefix(job) + "*"))
 
 
@@ -60,8 +60,8 @@ def _mapped_path(directory: Path, owner: str) -> Path:
 
 @contextlib.contextmanager
 def _errors_of_devices(what: str) -> Iterator[None]:
-    """Convert any error inside the block to WeightsError: errors of a driver, its compiler and an allocator share no
-    class."""
+    """Convert any error inside the block to WeightsError, because errors of a GPU driver, its compiler and an allocator
+    have no common base class."""
     try:
         yield
     except Exception as error:
@@ -102,7 +102,7 @@ class _Handle:
 
 
 class CudaIpcPublisher:
-    """Publishes into device memory first, and from there by another transport.
+    """Copies each version to slots in GPU memory, and publishes it from there by CUDA IPC and by another publisher.
 
     Args:
         host: publishes the same version to receivers that cannot read this device, and computes the version's digest.
@@ -130,7 +130,7 @@ class CudaIpcPublisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Fill a free slot of the device, and publish its content by the other transport; see ``WeightPublisher``.
+        """Fill a free slot of the device, and let ``host`` also publish the content; see ``WeightPublisher``.
 
         The manifest has no reference to the device if the device has no room, if receivers hold all of its slots, or if
         it fails to compute the digest. Raises WeightsError after ``close``.
@@ -206,7 +206,7 @@ class CudaIpcPublisher:
 
 
 def _freed(mapped: LockedFile, buffers: list[DeviceBuffer]) -> bool:
-    """Free device memory unless a receiver maps it; return True if that was done."""
+    """Free device memory unless a receiver maps it; return True if the memory was freed."""
     if not mapped.try_exclusive():
         return False
     mapped.close()
@@ -237,7 +237,7 @@ class DeviceStaged:
         return True
 
     def release(self) -> None:
-        """Drop the views; the memory is free once the engine has dropped its own."""
+        """Drop the views. The memory is freed once the engine has dropped its views, too."""
         self._tensors = {}
 
 
@@ -258,7 +258,7 @@ class _Mapped:
 
 
 class CudaIpcReceiver:
-    """Copies slots of publishers on this host whose device this one can read; keeps the opened handles."""
+    """Copies slots from GPUs of publishers on this host to the engine's GPU; keeps the opened handles."""
 
     def __init__(self, settings: ServiceSettings, memory: DeviceMemory, layout: Layout | None = None) -> None:
         self._host, self._directory, self._layout, self._memory = settings.host_id, settings.shm_dir, layout, memory
@@ -271,7 +271,7 @@ class CudaIpcReceiver:
         version."""
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True for device slots of the same host id."""
+        """Return True if ``ref`` names a device slot on the host of this receiver."""
         return ref.transport == "cuda_ipc" and ref.host == self._host
 
     def stage(self, manifest: WeightManifest) -> DeviceStaged:
@@ -327,7 +327,7 @@ class CudaIpcReceiver:
                 self._mapped.popitem()[1].close()
 
     def _publisher(self, job: str, owner: str) -> _Mapped:
-        """Return the mapped memory of the living publisher ``owner``; unmap the memory of an earlier one of the job.
+        """Return the mapped memory of the living publisher ``owner``; unmap the memory of the job's earlier publisher.
 
         Raises:
             NotFound: the publisher ended.

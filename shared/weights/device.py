@@ -71,7 +71,7 @@ class DeviceBuffer:
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device. Methods may raise any error of the driver and its libraries, unless they name another."""
+    """Memory of one device. A method that names no errors may raise any error of the driver and its libraries."""
 
     @property
     def device(self) -> str:
@@ -79,7 +79,7 @@ class DeviceMemory(Protocol):
 
     @property
     def reachable(self) -> tuple[str, ...]:
-        """Unique ids of the devices whose memory this one can read, itself included."""
+        """Unique ids of the devices whose memory this device can read, including its own."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """Allocate memory that other processes can open. Raises Unavailable if there is no room, or if the memory

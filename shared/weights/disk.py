@@ -98,7 +98,7 @@ class DiskPublisher:
         self._pool.clear()
 
     def _forget_old(self, epoch: int, keep: WeightManifest | None) -> None:
-        """Remove all but the newest files and that of ``keep``, and what trainers did not finish up to ``epoch``."""
+        """Remove all but the newest files and the file of ``keep``; remove unfinished files up to ``epoch``."""
         kept = "" if keep is None else _name(keep.version, keep.epoch)
         for path in self._directory.glob("*.tmp"):
             if path.name[:_EPOCH_DIGITS] <= f"{epoch:0{_EPOCH_DIGITS}d}":
@@ -116,7 +116,7 @@ class DiskReceiver:
         self._pool = BufferPool()
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True for any file, if this process has a directory."""
+        """Return True if ``ref`` names a weight file and ``settings.weight_disk`` is set."""
         return ref.transport == "disk" and self._settings.weight_disk is not None
 
     def stage(self, manifest: WeightManifest) -> LocalStaged:
@@ -207,7 +207,7 @@ def _read(path: Path, buffer: NDArray[np.uint8], layout: Layout) -> None:
 
 
 def _take(file: FileIO, target: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Fill ``target``, uint8 [bytes], from a file, and return it. Raises WeightsError if the file ends before."""
+    """Fill ``target``, uint8 [bytes], from a file, and return it. Raises WeightsError if the file is too short."""
     left = target.data
     while left.nbytes:
         count = file.readinto(left)
@@ -218,7 +218,7 @@ def _take(file: FileIO, target: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _umask() -> int:
-    """Return the umask of this process, which Linux names without changing it."""
+    """Return the umask of this process, read from /proc, because ``os.umask`` would change it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)
 

@@ -32,15 +32,15 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 256 << 10
-"""Number of bytes that are copied and then hashed at a time, few enough to be in the cache still."""
+"""Number of bytes that are copied and then hashed at a time: few enough to stay in the cache in between."""
 _BESIDE_BYTES = 8 << 20
 """Size up to which copying a tensor or buffer is not worth a second thread (bytes)."""
 _PIECE_BYTES = 2 << 20
 """Bytes that a thread copies at a time."""
 _MAX_HELPERS = 3
 _KEEP = 5
-"""A single helper thread leaves every ``_KEEP``-th piece to the caller, who also hashes, so that both finish at about
-the same time."""
+"""A single helper thread copies all pieces but every ``_KEEP``-th. The caller copies these and hashes all pieces, so
+that helper and caller finish at about the same time."""
 
 
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
@@ -126,7 +126,7 @@ def place(flat: Tensor, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield ``(its TensorSpec in layout, tensor)`` for each tensor. Raises WeightsError as ``fill``."""
+    """Yield each tensor as ``(its spec in layout, tensor)``. Raises WeightsError if they do not fit the layout."""
     missing = {spec.name: spec for spec in layout.tensors}
     for name, tensor in tensors:
         spec = missing.pop(name, None)
@@ -255,7 +255,7 @@ def _bytes_of(source: Tensor) -> NDArray[np.uint8]:
 
 
 def _take(free: set[int], number: int) -> bool:
-    """Take ``number`` out of ``free``; return False if another thread has taken it."""
+    """Remove ``number`` from the set ``free``; return False if another thread has removed it before."""
     try:
         free.remove(number)  # atomic under the lock of the interpreter
     except KeyError:

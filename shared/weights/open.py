@@ -1,4 +1,4 @@
-"""Selection of weight transports, by explicit host ids instead of by trial."""
+"""Publisher and receiver of weights by several transports; host ids decide which transports are possible."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Publisher:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Wait of ``publish`` for a slot of shared memory, in another thread; see ``SlotPool.waiting``."""
+        """Current wait of ``publish``, in another thread, for a slot of shared memory: see ``SlotPool.waiting``."""
         return next((each.waiting for each in self._publishers if isinstance(each, ShmPublisher)), None)
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
@@ -157,7 +157,7 @@ def open_publisher(
     transports: Sequence[Transport] = (),
     memory: DeviceMemory | None = None,
 ) -> Publisher:
-    """Open a publisher of ``job``; shm also serves TCP if ``settings.bulk_host`` is set.
+    """Open a publisher of ``job``. If ``settings.bulk_host`` is set, its shared memory is also served over TCP.
 
     Args:
         transports: default: shm, and disk if ``settings.weight_disk`` is set.
@@ -181,7 +181,7 @@ def open_publisher(
 def open_receiver(
     settings: ServiceSettings, layout: Layout | None = None, *, memory: DeviceMemory | None = None
 ) -> Receiver:
-    """Open a receiver for any job; with ``layout`` (the engine's), manifests with other layouts are rejected.
+    """Open a receiver for any job. It rejects manifests whose layout is not ``layout``, the engine's (None: any).
 
     ``memory``: memory of the engine's GPU, into which the receiver also copies from GPUs of this host (CUDA IPC).
 

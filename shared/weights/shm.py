@@ -56,7 +56,7 @@ class ShmPublisher:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Wait of ``publish`` for a slot, in another thread; see ``SlotPool.waiting``."""
+        """Current wait of ``publish``, in another thread, for a slot: see ``SlotPool.waiting``."""
         return self._pool.waiting
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
@@ -179,7 +179,7 @@ class ShmReceiver:
         self._mappings: dict[str, tuple[tuple[int, int], NDArray[np.uint8]]] = {}
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True for slots of the same host id."""
+        """Return True if ``ref`` names a shared-memory slot on the host of this receiver."""
         return ref.transport == "shm" and ref.host == self._host
 
     def stage(self, manifest: WeightManifest) -> ShmStaged:
@@ -196,8 +196,8 @@ class ShmReceiver:
         return self.open(self._directory / ref.handle, manifest, Way("shm"))
 
     def open(self, path: Path, manifest: WeightManifest, way: Way, *, verify: bool = True) -> ShmStaged:
-        """Lock and verify the slot at ``path``, and return it. Without ``verify`` the caller guarantees that its bytes
-        are right.
+        """Lock and verify the slot at ``path``, and return it. If not ``verify``, the digest is not compared,
+        because the caller has done so.
 
         Raises:
             WeightsError: as ``stage``.

@@ -43,7 +43,7 @@ def slot_stem(job: str, copies_of: str = "") -> str:
 
 
 def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
-    """Return all slot files of a job in ``directory``; ``copies_of`` as in ``slot_stem``."""
+    """Return all slot files of a job in ``directory``; ``copies_of``: see ``slot_stem``."""
     return _paths(directory, slot_stem(job, copies_of))
 
 
@@ -76,8 +76,8 @@ class SlotPool:
         self._max_count = max_count
         self._slots: list[Segment] = []
         self.waiting: tuple[str, float] | None = None
-        """Text on the current wait of ``acquire``, with the processes that hold the slots, and its start (monotonic);
-        None: it does not wait. Any thread may read it."""
+        """Current wait of ``acquire``: a text that names the processes that hold the slots, and the start (monotonic)
+        of the wait. None: ``acquire`` does not wait. Any thread may read this."""
         self.refresh(on_piece)
         while len(self._slots) < count:
             self._slots.append(self._create(on_piece))
@@ -90,7 +90,7 @@ class SlotPool:
         keep: WeightManifest | None = None,
         on_piece: Callable[[], None] = lambda: None,
     ) -> Segment:
-        """Return an exclusively locked slot that has no reader and holds neither the newest version nor ``keep``.
+        """Return an exclusively locked slot without readers; never the slot of the newest version, or of ``keep``.
 
         ``on_piece`` is called repeatedly while a slot is created.
 
@@ -218,7 +218,7 @@ def _holds(slot: Segment, manifest: WeightManifest | None) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return `` (stopped)`` for a process stopped by SIGSTOP, '' for others."""
+    """Return `` (stopped)`` if SIGSTOP stopped the process ``pid``, otherwise ''."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -22,8 +22,8 @@ __all__ = ["TcpReceiver"]
 
 
 class TcpReceiver:
-    """Pulls versions from a publisher that has ``settings.bulk_host``, into a slot that every process of this host
-    reads.
+    """Pulls versions from a publisher on another host (one with ``settings.bulk_host``) into a slot, which every
+    process of this host reads.
 
     If that fails, for lack of shared memory or because the fetching process stalls, it pulls into private memory.
     """
@@ -41,7 +41,7 @@ class TcpReceiver:
         self._pool = BufferPool()
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True for any slot served to other hosts."""
+        """Return True if ``ref`` names a slot that its publisher serves over TCP."""
         return ref.transport == "tcp"
 
     def stage(self, manifest: WeightManifest) -> Staged:

@@ -94,7 +94,7 @@ class Job:
             return self.client.wait(self.id, timeout_s=timeout_s)
 
     def metrics(self, *names: str) -> Metrics:
-        """Return the values of these metrics by update; without names, of all metrics."""
+        """Return the values of the metrics ``names`` by update; without ``names``, those of all metrics."""
         found = self.client.metrics(self.id, names=list(names) or None, max_points=_MAX_POINTS)
         return Metrics(found["steps"], found["wall"], found["series"])
 
@@ -148,7 +148,7 @@ def train(job: JobFile, *, url: str | None = None, api_key: str | None = None) -
 
 @contextmanager
 def _shown_live(job: Job) -> Iterator[None]:
-    """Display a job, and update the display from a thread, within a Jupyter kernel; do nothing elsewhere."""
+    """Display a job during the block, and update the display from a thread; do nothing outside of a Jupyter kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         yield

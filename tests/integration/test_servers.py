@@ -126,7 +126,7 @@ def test_a_server_that_takes_long_is_waited_for(work: str, tmp_path: Path, monke
     assert not server.starting
     server.close()
     assert "nats has been starting for" in messages[0]
-    assert "restoring" in messages[-1] or work == "pass"
+    assert any("restoring" in message for message in messages) or work == "pass"
 
 
 def test_a_server_that_does_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""HTTP API of the coordinator: routes and their conventions. The routes call services, which take the decisions."""
+"""HTTP API of the coordinator: routes and their conventions. The routes call services, which make the decisions."""
 
 from penstock.services.coordinator.api.app import create_app
 

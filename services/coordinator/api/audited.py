@@ -40,8 +40,8 @@ DATA_PATHS = frozenset({
     "/feedback", "/v1/feedback", "/v1/feedback/batch", "/v1/feedback/tokens",
     "/v1/episodes", "/v1/episodes/{episode}/end", "/v1/episodes/{episode}/keys",
 })  # fmt: skip
-"""Frequent requests of agents and web pages: completions, feedback, episodes, and the keys and tokens for them. Their
-results are stored in INTERACTIONS, FEEDBACK and the bucket ``episodes``."""
+"""Paths of frequent requests of agents and web pages, which the audit log leaves out: completions, feedback, episodes,
+episode keys and feedback tokens. Their results are stored in INTERACTIONS, FEEDBACK and the bucket ``episodes``."""
 MAX_VALUE = 128
 """Longest stored value of a path or query parameter, in characters."""
 _JOB = re.compile(r"(?:^|/jobs/)(job_[0-9a-f]{32})(?:/|$)", re.ASCII)
@@ -182,7 +182,8 @@ class _Request:
         )  # fmt: skip
 
     def _stored_value(self, name: str, value: str) -> str:
-        """Return ``value`` as the log stores it: cut to MAX_VALUE, or a user's pseudonym ('' if unavailable)."""
+        """Return the text that the audit log stores for the parameter ``name``: ``value``, cut to MAX_VALUE characters;
+        for the name of a user, the user's pseudonym ('' if pseudonyms are unavailable)."""
         if name != "user":
             return value[:MAX_VALUE]
         try:

@@ -25,15 +25,15 @@ Row = dict[str, Any]
 
 T = TypeVar("T")
 Encode = Callable[[str, int, Row], bytes]
-"""Encodes an event of a stream as bytes, from the job id, the event id and the row."""
+"""Function that encodes an event of a stream as bytes, given the job id, the event id and the event's row."""
 
 POLL_S = 0.25
 """Poll interval for the record of a job that clients wait for, in seconds."""
 LINGER_S = 10.0
 """Seconds that a follower lives without readers, so that clients can reconnect to it."""
 MAX_KEPT = 2048
-"""Events that a follower buffers for slow readers. A reader that needs older events reads them from the stream itself.
-"""
+"""Number of events that a follower buffers for slow readers. A reader that needs older events reads them from the
+stream itself."""
 PAGE, CHUNK = 500, 64
 """Maximum number of events in one read for a slow reader, and in one chunk of a stream."""
 PER_TURN = 32
@@ -41,7 +41,8 @@ PER_TURN = 32
 
 
 class Feeds:
-    """One event follower and one record watcher per job, started for its first reader. ``stopping`` ends all waits."""
+    """Event followers and record watchers: one of each per job, started for the job's first reader. ``stopping`` ends
+    all waits."""
 
     def __init__(self, jobs: JobStore, events: JobEvents, stopping: asyncio.Event) -> None:
         self._jobs, self._events, self._stopping = jobs, events, stopping
@@ -148,7 +149,8 @@ class Feeds:
             yield END
 
     async def _past(self, job: str, followed: _Followed, place: int) -> AsyncIterator[Sequence[_Event]]:
-        """Yield chunks of the events with ids above ``place``; an empty chunk after PING_S without events."""
+        """Yield chunks of the events with ids above ``place``. If no event arrives for PING_S seconds, yield an empty
+        chunk."""
         while not followed.covers(place):
             first = followed.first  # read before the page: events that the page lacks come after it
             page = await self.once(("events", job, place, first), POLL_S, partial(self._page, job, place))

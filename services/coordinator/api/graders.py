@@ -75,7 +75,8 @@ class RunMetadata(BaseModel):
 
 
 class GraderRun(BaseModel):
-    """The reward (0 after an error); ``sub_rewards`` holds the parts of a multi grader."""
+    """Result of grading one answer: ``reward`` (0 after an error), and in ``sub_rewards`` the reward of each part of a
+    multi grader."""
 
     reward: float
     sub_rewards: dict[str, float]
@@ -90,7 +91,8 @@ _RUN: dict[str, Any] = {"response_model": GraderRun, "openapi_extra": body_schem
 @router.post("/v1/graders/validate", **_VALIDATE)
 @router.post("/v1/fine_tuning/alpha/graders/validate", operation_id="validate_grader_as_openai", **_VALIDATE)
 async def validate_grader(request: Request, backend: BackendDep) -> Response:
-    """Check a grader: slots, formula, and that a reward worker can open it (valid Python, sandbox, API keys)."""
+    """Check a grader: its template slots and formula, and that a reward worker can open the grader (valid Python,
+    sandbox, API keys)."""
     wanted = await read_model(request, GraderToValidate)
     reply = await backend.graders.grade(wanted.grader, None, {})
     if reply.error:

@@ -106,7 +106,8 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
 
 
 async def _unreached(backend: Backend, models: list[str]) -> list[str]:
-    """Return warnings about names in ``models`` that no job has yet. A job id that no job has is an error instead.
+    """Return a warning for each name in ``models`` that no job has yet. An unknown job id is an error, because no
+    future job will get that id.
 
     Raises:
         HttpProblem: 422 an entry has the form of a job id, and no job has this id.

@@ -1,4 +1,5 @@
-"""The OpenAPI document: FastAPI's own, plus problem documents, request bodies of both media types, and security."""
+"""The OpenAPI document: FastAPI's document, extended by problem documents, the security scheme, and request bodies in
+both media types (JSON and YAML)."""
 
 from __future__ import annotations
 
@@ -206,7 +207,8 @@ def _add_model(schemas: dict[str, Any], model: type[Any]) -> None:
 
 
 def _require_tags(part: Any, schemas: dict[str, Any]) -> None:
-    """Mark the discriminator of each union as required in its members; it has a default in Python only."""
+    """Mark the discriminator of each union as required in the union's members. Pydantic does not, because the field has
+    a default in Python."""
     if isinstance(part, list):
         for item in part:
             _require_tags(item, schemas)

@@ -41,7 +41,7 @@ async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
 
 
 def reaches_all(caller: Caller) -> HttpProblem:
-    """Return the error for a key that is restricted to some models, at a route that concerns all models."""
+    """Return the error for a key that is restricted to some models and calls a route that concerns all models."""
     detail = f"this key is for some models alone ({_models(caller)}), and the request does not name one of them"
     return HttpProblem(403, "other_model", detail)
 

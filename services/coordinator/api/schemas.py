@@ -164,7 +164,7 @@ class Version(BaseModel):
 
 
 class FeedbackLimits(BaseModel):
-    """Limits of feedback; texts and tags in characters."""
+    """Limits of feedback; the limits of texts and tags are in characters."""
 
     max_item_bytes: int = Field(description="Bytes of an item other than a whole interaction")
     max_interaction_bytes: int

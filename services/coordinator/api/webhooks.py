@@ -124,7 +124,8 @@ async def list_webhooks(backend: BackendDep) -> Response:
 
 @router.get("/{webhook_id}", response_model=Webhook, dependencies=READ)
 async def get_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
-    """Show a webhook: the last accepted event, and the error if the next one fails."""
+    """Show a webhook, with the last event that the receiver accepted, and the error if the delivery of the next event
+    fails."""
     hook = await backend.webhooks.find(webhook_id)
     state = await backend.webhooks.state(webhook_id)
     return Json(Webhook(**hook.shown().model_dump(), deliveries=state))

@@ -140,7 +140,10 @@ class Eraser:
         return msgspec.structs.replace(known, alive=bus_time())
 
     async def _change(self, user: str, edit: Callable[[Report | None], Report]) -> Report:
-        """Apply ``edit`` by compare-and-set, repeated after concurrent writes. Raises what ``edit`` raises."""
+        """Replace the stored report of ``user`` by ``edit``'s result; try again after concurrent writes.
+
+        Raises what ``edit`` raises.
+        """
         while True:
             entry = await self._kv.get(f"{PREFIX}.{user}")
             value = entry.value if entry is not None else None
@@ -162,7 +165,7 @@ class Eraser:
         return [report for report in reports if report.status != "done"]
 
     async def run(self, report: Report) -> None:
-        """Carry out the deletion of ``report``; repeat it if another request arrived meanwhile. Safe to repeat.
+        """Delete the data of ``report``'s user; begin again if another request arrived meanwhile. Safe to repeat.
 
         Raises:
             Conflict: another process has taken the deletion over.
@@ -219,12 +222,15 @@ class Eraser:
             await self._forgotten(max([0, *announced.values()]))
 
     async def _save(self, report: Report) -> None:
-        """Store the progress. Raises Conflict: another process has taken the deletion over."""
+        """Store ``report``, the progress of a deletion. Raises Conflict if another process has taken the deletion
+        over."""
         await self._change(report.user, lambda known: self._merged(report, known))
 
     def _merged(self, report: Report, known: Report | None) -> Report:
-        """Return ``report`` with status, times and holder of ``known``, the stored report, and a new heartbeat. Raises
-        Conflict if this process no longer carries out the deletion."""
+        """Return ``report`` with the status, times and holder of the stored report (``known``) and a new heartbeat.
+
+        Raises Conflict if this process no longer carries out the deletion.
+        """
         held = self._with_heartbeat(known)
         stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
         return msgspec.structs.replace(report, **stands)
@@ -251,14 +257,14 @@ class Eraser:
         return {job: one for job, one in made.items() if job in found or one.ordinals}
 
     async def _erase_groups(self, report: Report, job: str, made: Made) -> None:
-        """Delete the groups that a job made of the data, once the job no longer needs them."""
+        """Delete the groups that a job made of the user's data, once the job no longer needs the groups."""
         await self._until_released(job, made)
         count = await erase_groups(self._bus, job, made.ordinals)
         report.groups += count
         _add_versions(report, job, made.versions)
 
     async def _until_released(self, job: str, made: Made) -> None:
-        """Follow the ledger until the job no longer needs the groups that it made of the data.
+        """Follow the ledger until the job no longer needs the groups that it made of the user's data.
 
         Meanwhile the job's leader drops the draws in flight (`erased`), has the trainer refuse sealed batches that it
         has not begun, and requests a checkpoint after the trained batches. If the job has no leader or no trainer for
@@ -286,8 +292,7 @@ class Eraser:
     # -- deletion ----------------------------------------------------------------------------------------------------
 
     async def _announce(self, user: str, job: str, mine: Found, time: float) -> int:
-        """Publish the ids in ``mine`` as deleted; return the sequence of the last published message, 0 if there are no
-        ids."""
+        """Publish that the ids in ``mine`` are deleted; return the sequence of the last message, or 0 without ids."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
@@ -297,11 +302,11 @@ class Eraser:
         return last
 
     async def _publish_erasure(self, erasure: Erasure, job: str) -> int:
-        """Publish a deletion to all readers of the job's feedback; return its sequence."""
+        """Publish a deletion to all readers of the job's feedback; return the sequence of the message."""
         return await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
 
     async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
-        """Blank the records of the user's opened episodes, and return their number.
+        """End the user's opened episodes, remove user and tags from their records, and return the number of episodes.
 
         An episode is the user's if it was opened for the user, or if it was opened without a user and contains the
         user's data. The gateway refuses further requests of a blanked episode. Its record stays: a request that names
@@ -330,8 +335,7 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Publish ``rest`` again (the items of other users that are still needed), then delete the message or dead
-        letter at ``place``."""
+        """Delete the message or dead letter at ``place``, after publishing ``rest`` (items of other users) again."""
         if isinstance(place, Message):  # keeps the order of revisions
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
@@ -352,7 +356,8 @@ class Eraser:
 
 
 def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
-    """Add the versions of a job that were trained on the data; the report keeps those of earlier runs, too."""
+    """Add to ``report`` the versions of a job that were trained on the user's data; the report also keeps versions that
+    were added before."""
     if known := {*versions, *report.trained_versions.get(job, ())}:
         report.trained_versions = {**report.trained_versions, job: sorted(known)}
 
@@ -374,7 +379,6 @@ def _made_of(user: str, mine: Found, until: float) -> Made:
 
 
 def target_of(item: Feedback) -> str:
-    """Return the id of the item whose status decides on ``item``: for a retraction, the retracted item; else
-    ``item``."""
+    """Return the id of the item whose status decides on ``item``: the retracted item of a retraction, else ``item``."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name

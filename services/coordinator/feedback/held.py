@@ -29,7 +29,7 @@ class HeldFeedback:
         self._bus, self._index, self._ingest, self._pseudonyms = bus, index, ingest, pseudonyms
 
     async def page(self, jobs: Sequence[str] | None, *, after: str, limit: int) -> list[Row]:
-        """Return a ``HeldRow`` for each item of these jobs (None: of all), in the order of ids."""
+        """Return a ``HeldRow`` for each quarantined item of ``jobs`` (of all jobs if None), in the order of ids."""
         await self._index.catch_up(subjects.DECISIONS)
         return [_row(row) for row in await self._index.held(jobs, bare_id(after) or "", limit)]
 

@@ -28,7 +28,8 @@ async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) ->
 
 
 async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
-    """Remove a job's feedback with sequences below ``below_seq``, all of it decided, and store its ids.
+    """Remove the messages of a job's feedback below the sequence ``below_seq``, all decided; keep the ids of their
+    items.
 
     Works in chunks. The ids of a chunk are stored before its feedback is removed, or afterwards if the stream has no
     room for them.

@@ -1,4 +1,4 @@
-"""Keeps the projection up to date in the background, and answers queries by id from it."""
+"""Keeps the projection (SQLite tables of feedback) up to date in the background, and answers queries by id from it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ T = TypeVar("T")
 STREAMS = (subjects.FEEDBACK, subjects.DECISIONS, subjects.INTERACTIONS)
 QUEUE = 1024
 TOGETHER, TOGETHER_BYTES = 256, 1 << 20
-"""Maximum number of messages, and of bytes, that one transaction writes. A larger transaction would delay requests that
-wait for an item in it."""
+"""Maximum number of messages, and of bytes, in one write transaction. A larger transaction would delay requests that
+wait until one of its items is written."""
 CAUGHT_UP_S = 5.0
 """Longest time that a request waits for the projection (seconds)."""
 POLL_S = 0.05
@@ -77,7 +77,7 @@ class _Read:
 
 
 class FeedbackIndex:
-    """Implements ``ingest.Index`` with the projection of this process."""
+    """Index of stored feedback: implements ``ingest.Index`` with the projection (SQLite tables) of this process."""
 
     def __init__(self, bus: Bus, directory: Path) -> None:
         self.on_projected: Callable[[int], None] = lambda seq: None
@@ -143,7 +143,7 @@ class FeedbackIndex:
         raise _Damaged("a question to it failed")
 
     async def _discard(self) -> None:
-        """Remove the file, after running queries have ended."""
+        """Remove the database file, once the running queries have ended."""
         self._caught_up.clear()
         projection, self._projection = self._projection, None
         await asyncio.get_running_loop().run_in_executor(self._reading, lambda: None)  # waits for running queries
@@ -196,7 +196,7 @@ class FeedbackIndex:
         return (await self._bus.get_whole(stream, [message.seq])).get(message.seq, message)
 
     async def _index_messages(self, projection: Projection) -> None:
-        """Write queued messages to the projection, as many as have arrived in one transaction."""
+        """Write queued messages to the projection; each transaction takes those that have arrived, up to a limit."""
         while True:
             some = [await self._queue.get()]
             nbytes = len(some[0][1].data)
@@ -242,7 +242,7 @@ class FeedbackIndex:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     async def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """See ``Index.known``."""
+        """Return the content that is stored under each of ``ids``, as far as known; see ``Index.known``."""
         projection = await self._ready()
         return await self._read(projection.known, ids)
 
@@ -280,7 +280,7 @@ class FeedbackIndex:
         return await self._read(projection.outcomes, job)
 
     async def held(self, jobs: Sequence[str] | None, after: str, limit: int) -> list[dict[str, Any]]:
-        """Return the quarantined items of these jobs (None: of all); see ``Projection.held``."""
+        """Return the quarantined items of ``jobs`` (of all jobs if None); see ``Projection.held``."""
         projection = await self._ready()
         return await self._read(projection.held, jobs, after, limit)
 

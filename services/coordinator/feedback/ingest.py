@@ -1,4 +1,4 @@
-"""Group commit: joins items that arrive within a moment into one message, and answers senders once it is on disk.
+"""Group commit: joins items that arrive within a moment into one message, and answers senders once that is on disk.
 
 Each job has one lane. A lane sends its items when the oldest one has waited GATHER_S, or when it is full. At most
 IN_FLIGHT messages of a lane wait for their acknowledgement; meanwhile the next message grows.
@@ -37,10 +37,11 @@ GROUP_ITEMS = 256
 GROUP_BYTES = 512 << 10
 IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
-"""Maximum number of accepted items, and of their bytes, that are not projected yet; beyond that no item is accepted."""
+"""Maximum number of accepted items, and of their bytes, that the projection (index) lacks; beyond it items are
+refused."""
 MAX_SHARE = 0.95
-"""Maximum share that a job may use of the room which other jobs leave. The same share limits a key, in the room which
-the other keys of its job leave."""
+"""Maximum share that one job may take of the room that the other jobs leave. Within a job, an API key may take the same
+share of the room that the other keys of the job leave."""
 FREEING = frozenset({"retraction", "release", "drop"})
 """Kinds of items that decide on other items. They are accepted even if the job has used its share of FEEDBACK, because
 they free room."""
@@ -59,7 +60,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A stored item. ``seq`` is None if its message has several parts; ``duplicate``: an earlier request stored it."""
+    """Reply about a stored item. ``seq`` is the sequence of its message, or None if the message has several parts;
+    ``duplicate`` is True if an earlier request stored the item."""
 
     id: str
     seq: int | None
@@ -104,7 +106,7 @@ class _Lane:
 
 
 class _Taken:
-    """Numbers of accepted items (or bytes) that are not projected: in total, by job, and by job and key."""
+    """Counts accepted items (or their bytes) that the projection lacks: in total, by job, and by job and key."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -119,8 +121,8 @@ class _Taken:
                 del self._by[owner]
 
     def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
-        """Return True if a key may add ``more`` without using others' shares. ``most`` is the limit for all jobs
-        together."""
+        """Return True if a key may add ``more`` items (or bytes) without using the shares of others; ``most`` is the
+        limit for all jobs together."""
         of_job, of_key = self._by[job], self._by[job, key_id]
         room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
         return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
@@ -136,7 +138,7 @@ class Ingest:
         self._items, self._bytes = _Taken(), _Taken()
         self._queued = self._queued_nbytes = 0
         self._queues: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}
-        """By job and key: the lock of the requests that wait for room, and their number."""
+        """(job, key) -> a lock that orders the requests waiting for room, and the number of these requests."""
         self.has_room: Callable[[str, str, int], bool] = lambda job, key_id, nbytes: True
         """Callback ``(job, key_id, nbytes)``: returns True if the key may store ``nbytes`` more bytes in FEEDBACK for
         the job."""
@@ -145,7 +147,7 @@ class Ingest:
         self._sending: set[asyncio.Task[None]] = set()
 
     def recent(self, id: str) -> Feedback | None:
-        """Return an item that is on disk and that the projection may lack, or None."""
+        """Return the item ``id`` if it is on disk and the projection may still lack it, otherwise None."""
         entry = self._recent.get(id)
         if entry is None or not entry.done.done() or entry.done.cancelled() or entry.done.exception() is not None:
             return None
@@ -169,7 +171,7 @@ class Ingest:
         return results
 
     def projected(self, seq: int) -> None:
-        """Stop tracking the items up to this sequence of FEEDBACK, which the projection now contains."""
+        """Stop tracking the items up to the sequence ``seq`` of FEEDBACK, because the projection now contains them."""
         for place in [place for place in self._unprojected if place <= seq]:
             for entry in self._unprojected.pop(place):
                 self._forget(entry)
@@ -182,8 +184,11 @@ class Ingest:
             await asyncio.wait(tasks, timeout=ACK_S)
 
     def _begin(self, item: Feedback, chosen: bool) -> tuple[_Entry, bool] | PenstockError:
-        """Queue an item for its message; return ``(its entry, False)``. If an equal item is queued or not yet
-        projected, return ``(the entry of that item, True)``. Return the error if the item is refused."""
+        """Queue an item and return ``(its entry, False)``, or ``(entry of an equal earlier item, True)`` without
+        queueing.
+
+        An earlier item counts while it is queued or not yet projected. Return the error if the item is refused.
+        """
         earlier = self._recent.get(item.id)
         try:
             if earlier is not None and _compare(item, _known(earlier.item)):
@@ -199,7 +204,7 @@ class Ingest:
         return not has_room or not self._bytes.has_room(job, key_id, 1, MAX_UNPROJECTED_BYTES)
 
     async def _wait_for_room(self, items: Sequence[Feedback]) -> None:
-        """Wait in turn for room; return without it after ROOM_S, or if too many items wait already."""
+        """Wait in turn until there is room; give up after ROOM_S, or at once if too many items wait already."""
         count, nbytes = len(items), sum(len(_encoder.encode(item)) for item in items)
         if self._queued + count > MAX_QUEUED or self._queued_nbytes + nbytes > MAX_QUEUED_BYTES:
             return
@@ -251,7 +256,7 @@ class Ingest:
         return entry
 
     async def _send(self, job: str, lane: _Lane) -> None:
-        """Send group after group until the lane is empty."""
+        """Send the waiting items of a lane in groups, until the lane is empty."""
         room = asyncio.Semaphore(IN_FLIGHT)
         while lane.waiting:
             await room.acquire()
@@ -293,8 +298,10 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """Publish a message; return its sequence (None for a message of several parts), and a sequence at or above
-        those of all its parts."""
+        """Publish a message; return its sequence, and a sequence that no part of the message exceeds.
+
+        The first one is None for a message of several parts.
+        """
         if len(message.data) <= MAX_INLINE_BYTES:
             seq = await self._bus.publish(
                 message.subject, message.data, headers=message.headers, msg_id=message.msg_id, deadline_s=ACK_S

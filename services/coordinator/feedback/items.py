@@ -34,7 +34,7 @@ TEXTS = ("comment", "corrected", "demonstration", "messages", "completion", "ans
 """Fields of a body with texts that people or models wrote."""
 UUID_CHARS = 36
 RANGE_FACTOR = 10.0
-"""A value times its metric's weight is refused as a sender's error above this many times the larger `clip` bound."""
+"""A value is refused as an error of its sender if value times weight exceeds the larger `clip` bound by this factor."""
 Posted = Metric | PostedInteraction | Preference | PostedPreference | Correction
 
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
@@ -61,7 +61,7 @@ def derived_id(digest: Callable[[str], bytes], key_id: str, idempotency_key: str
 
 
 def target_of(post: Posted) -> tuple[str, str]:
-    """Return ``(id, JSON pointer)`` of the target that determines the job; ('', '') if the post names the job."""
+    """Return ``(id, JSON pointer)`` of the target that determines a post's job; ('', '') if the post names its job."""
     if isinstance(post, PostedInteraction | PostedPreference):
         return "", ""
     if isinstance(post, Preference):
@@ -73,7 +73,7 @@ def target_of(post: Posted) -> tuple[str, str]:
 
 
 def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str], str]) -> Feedback:
-    """Return the item to store.
+    """Convert a validated post to the item of feedback that is stored.
 
     Call it in a thread if the job redacts texts, because that may take a while.
 
@@ -104,7 +104,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
 
 
 def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
-    """Return the item that retracts another one."""
+    """Build the feedback item that retracts the item whose id is ``feedback``."""
     item = Feedback(
         id=who.id, job=job, kind="retraction", key_id=who.key_id, received=bus_time(), body={"feedback": feedback}
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _refuse_tokens(post: Posted) -> None:
 
 
 def _refuse_names(post: Posted, redactor: Redactor) -> None:
-    """Refuse names with redacted parts: after redaction different names would be equal, and their data mixed up."""
+    """Refuse names of tags and groups with parts to redact, because redaction would make different names equal."""
     names = {f"/tags/{place}": name for place, name in enumerate(post.tags)}
     if isinstance(post, PostedInteraction) and post.group_id is not None:
         names["/group_id"] = post.group_id

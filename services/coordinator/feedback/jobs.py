@@ -104,7 +104,7 @@ class LiveJobs:
         self._jobs[job.id] = self._marks[entry.mark] = job
 
     def get(self, job: str) -> LiveJob | None:
-        """Return a job by its id, or None."""
+        """Return the online job with the id ``job``, or None if there is none."""
         return self._jobs.get(job)
 
     def was_over(self, job: str, time: float) -> bool:

@@ -59,7 +59,7 @@ class Made:
         self.ordinals, self.versions, self.decided = set[int](), set[int](), set[str]()
         self.low_feedback = self.seq = 0
         self._about: set[int] = set()
-        """Draws that contain the data, or whose reward comes from it."""
+        """Draws whose groups contain the user's data, or whose rewards come from the user's feedback."""
         self._bodies: dict[int, list[str]] = {}
         """For each draw whose group consists of items in ``others``: the ids of these items."""
         self._open: set[int] = set()
@@ -69,7 +69,7 @@ class Made:
         """Trained batches that a fork can reopen or a trainer can repeat, because EXPERIENCE still has their groups."""
         self._checkpoints: list[int] = []
         self._served = -1
-        """Batch of the served version, in a job with a promotion gate; -1: none."""
+        """Number of the batch that made the served version, in a job with a promotion gate; -1 if there is none."""
 
     @property
     def held(self) -> set[int]:
@@ -87,8 +87,10 @@ class Made:
         return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))
 
     def _earliest_start(self) -> int:
-        """Return the batch of the oldest checkpoint from which a trainer may restart, or -1; see
-        ``restart.earliest_start``."""
+        """Return the number of the oldest checkpoint from which a trainer may restart, or -1 if there is none.
+
+        See ``restart.earliest_start``.
+        """
         newest = max(self._checkpoints, default=-1)
         before = [number for number in self._checkpoints if number <= self._served]
         return newest if self._served < 0 else min(newest, max(before, default=newest))
@@ -164,14 +166,14 @@ class Made:
 
 
 class _Batch(NamedTuple):
-    """A batch: its relevant draws, and the highest EXPERIENCE sequence of its groups."""
+    """A batch: those of its draws that a deletion concerns, and the highest EXPERIENCE sequence of its groups."""
 
     ordinals: frozenset[int]
     last_seq: int
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:
-    """Return True if the group of an admission contains any of these items (canonical ids)."""
+    """Return True if the group of an admission contains any of ``interactions`` or ``feedback`` (canonical ids)."""
     names = (*admission.interactions, *admission.context)
     if any((bare_id(name) or name) in interactions for name in names):
         return True
@@ -179,13 +181,16 @@ def is_made_of(admission: Admission, interactions: Container[str], feedback: Con
 
 
 def is_of_user(admission: Admission, user: str, until: float) -> bool:
-    """Return True if an admission is of a conversation of ``user`` (a pseudonym), up to ``until`` (Unix seconds)."""
+    """Return True if an admission not later than ``until`` (Unix seconds) is of a conversation of ``user`` (a
+    pseudonym)."""
     return admission.time <= until and user in (admission.user, *admission.users)
 
 
 async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
-    """Delete the groups of these draws from EXPERIENCE and from the dead letters, even groups that wait for training.
-    Return the number of deleted groups.
+    """Delete the groups of the draws ``ordinals`` from EXPERIENCE and from the dead letters; return the number of
+    groups.
+
+    Groups that wait for training are deleted, too.
 
     Raises:
         Unavailable: the bus went away; safe to repeat.

@@ -116,7 +116,7 @@ class _Post(BaseModel):
 
 
 class Metric(_Post):
-    """A value of a declared metric, or text."""
+    """Feedback that gives the value of a metric, or a text (comment or demonstration)."""
 
     metric_name: MetricName = Field(description="A metric that the job declares, reward, comment or demonstration")
     value: Verdict | Annotated[StrictStr, StringConstraints(max_length=MAX_TEXT)] | Message | Messages
@@ -129,14 +129,14 @@ class Metric(_Post):
 
 
 class MetricByInference(Metric):
-    """Feedback on one response."""
+    """Value of a metric for one response."""
 
     inference_id: InferenceId
     episode_id: None = None
 
 
 class MetricByEpisode(Metric):
-    """Feedback on an episode, or on one of its turns."""
+    """Value of a metric for an episode, or for one turn of the episode."""
 
     inference_id: None = None
     episode_id: EpisodeId
@@ -195,7 +195,7 @@ class PostedInteraction(_Post):
 
 
 class Preference(_Post):
-    """One response was better than another."""
+    """Feedback that one response was better than another response."""
 
     kind: Literal["preference"]
     chosen: InferenceId
@@ -204,7 +204,7 @@ class Preference(_Post):
 
 
 class PostedPreference(_Post):
-    """One answer to a prompt is better than another; Penstock served neither."""
+    """Feedback that one answer to a prompt is better than another answer; Penstock served neither of them."""
 
     kind: Literal["preference"]
     model: ModelName = Field(description="Name or id of the online job")
@@ -224,7 +224,7 @@ class PostedPreference(_Post):
 
 
 class Correction(_Post):
-    """Correction of a response."""
+    """Feedback that corrects a response."""
 
     kind: Literal["correction"]
     inference_id: InferenceId
@@ -265,25 +265,25 @@ FeedbackPost = Annotated[
 
 
 class FeedbackBody(RootModel[FeedbackPost]):
-    """One item of feedback."""
+    """Request body with one item of feedback."""
 
 
 class FeedbackBodies(RootModel[list[FeedbackPost]]):
-    """A batch of feedback."""
+    """Request body with a batch of feedback."""
 
     root: list[FeedbackPost] = Field(min_length=1, max_length=MAX_ITEMS)
 
 
 POST: TypeAdapter[Any] = TypeAdapter(FeedbackPost)
-"""Validates one body."""
+"""Validates the body of one item of feedback."""
 POSTS: TypeAdapter[list[Any]] = TypeAdapter(list[FeedbackPost])
-"""Validates a whole batch; raises if any item is invalid."""
+"""Validates the bodies of a whole batch; raises an error if any item is invalid."""
 KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "posted_preference", "correction"})
-"""Names of the union's members in the locations of validation errors."""
+"""Tags of the members of ``FeedbackPost``, as they appear in the locations of validation errors."""
 
 
 class ConsentBody(BaseModel):
-    """Consent of a user."""
+    """Request body with the consent of a user."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -38,7 +38,8 @@ CHUNK = 256
 Place = tuple[str, str, int]
 """``(stream, its creation time, sequence up to which it was read)``."""
 Target = tuple[str, str, int]
-"""Target of feedback: (interaction, its episode ('' if that is no UUID), its sequence), or (episode, '', 0)."""
+"""Target of feedback: (interaction, its episode or '' if that is no UUID, its message sequence), or (episode, '',
+0)."""
 
 CACHE = "cache_size = -65536"
 """Page cache of 64 MiB. Ids are random, so every item touches another page: with 2 MiB, half as many items per second
@@ -217,7 +218,7 @@ class Projection:
             raise sqlite3.DatabaseError(f"it is damaged: {flaw}")
 
     def discard(self) -> None:
-        """Remove the file, and release its lock."""
+        """Delete the database file, and release its lock."""
         self._reader.close()
         self._writer.close()
         _remove(self.path)
@@ -254,7 +255,7 @@ class Projection:
         kept: Iterable[tuple[int, Feedback]] = (),
         epochs: Mapping[str, int] | None = None,
     ) -> None:
-        """Write the contents of messages, and how far the streams are read with them, in one transaction.
+        """Write the contents of messages, and the positions up to which streams are now read, in one transaction.
 
         Args:
             posts: items of feedback, each with the sequence of its message.
@@ -313,7 +314,8 @@ class Projection:
         return {row[0]: row[1] for row in self._in(query, ids)}
 
     def turns(self, episode: str, after: str, limit: int) -> list[str]:
-        """Return interactions of an episode past ``after`` ('': from the first), in the order of recording."""
+        """Return at most ``limit`` interactions of an episode recorded later than ``after`` ('': from the first on), in
+        order."""
         query = """
         SELECT id FROM target WHERE episode = ?1 AND seq > coalesce((SELECT seq FROM target WHERE id = ?2), 0)
         ORDER BY seq LIMIT ?3
@@ -349,7 +351,7 @@ class Projection:
         return list(self._reader.execute(query, (job,)))
 
     def held(self, jobs: Sequence[str] | None, after: str, limit: int) -> list[dict[str, Any]]:
-        """Return quarantined items of these jobs (None: of all) past the id ``after``, in the order of ids."""
+        """Return quarantined items of ``jobs`` (of all jobs if None) with ids above ``after``, in the order of ids."""
         names = ("id", "job", "metric", "source", "reason", "received", "time")
         query = """
         SELECT id, job, metric, source, reason, received, time FROM feedback INDEXED BY held

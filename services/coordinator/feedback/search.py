@@ -36,7 +36,8 @@ __all__ = ["Found", "Place", "Search", "decoded"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 Place = Message | DeadLetter
-"""Location of data: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
+"""Place where a user's data is stored: a first message in INTERACTIONS or FEEDBACK (without payload), or a dead
+letter."""
 ID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
@@ -80,7 +81,7 @@ class Search:
         self._unreadable: list[_Unreadable] = []
 
     async def run(self) -> dict[str, Found]:
-        """Return the data, by job. Raises Unavailable."""
+        """Search all streams and return the user's data, by job. Raises Unavailable."""
         await self._recall()
         letters = await read_dead_letters(self._bus, "*")
         async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):

@@ -146,7 +146,8 @@ class FeedbackService:
     async def _prepare(
         self, post: Posted | HttpProblem, caller: Caller, key: str | None, place: int
     ) -> tuple[Feedback, bool] | HttpProblem:
-        """Return ``(item, True if its sender chose its id)``, or the refusal."""
+        """Convert a post to ``(item, True if its sender chose its id)``, or return the problem that refuses the
+        post."""
         if isinstance(post, HttpProblem):
             return post
         try:
@@ -327,7 +328,8 @@ class FeedbackService:
             await asyncio.sleep(ABANDONED_S / 2)
 
     async def _take_up(self, user: str) -> asyncio.Task[None] | None:
-        """Start the deletion of a user's (pseudonym's) data unless it runs here already, and return its task.
+        """Start the deletion of the data of ``user`` (a pseudonym) unless this process runs it already; return its
+        task.
 
         Return None if another process carries out the deletion, or if it is done.
         """
@@ -337,7 +339,8 @@ class FeedbackService:
         return self._erasing.get(user)
 
     async def _delete_all(self, report: Report) -> None:
-        """Delete until done, or until another process takes over; after a restart the deletion continues."""
+        """Delete the data of ``report``'s user; try again until it is done or another process takes the deletion
+        over."""
         keeping = asyncio.create_task(self._eraser.keep(report.user, every_s=ABANDONED_S / 4))
         try:
             while True:

@@ -22,9 +22,9 @@ __all__ = ["BaseModelFile", "open_base"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 GROUPS = 8
-"""Default number of rows of a policy update, if the file sets no batch size."""
+"""Default number of rows per policy update, for a base model file without a batch size."""
 CHAT = {"messages": "messages", "answer": None}
-"""Default prompt settings, if the file sets none: rows in OpenAI's format."""
+"""Default prompt settings, for a base model file without prompt settings: rows are in OpenAI's format."""
 
 
 class _Length(BaseModel):

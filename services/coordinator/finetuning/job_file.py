@@ -92,7 +92,7 @@ _PLACES = {
     "data.eval": "/validation_file",
     "metadata": "/metadata",
 }
-"""For keys of the job file that the request sets: pointer to the request's field. All other keys come from the base
+"""Pointers to the request's fields, by the key of the job file that each field sets. All other keys come from the base
 model's file."""
 
 
@@ -178,7 +178,7 @@ def _reinforcement(wanted: FineTuningRequest) -> Reinforcement:
 
 
 def _reward(base: BaseModelFile, scorer: GraderScorer) -> RewardConfig:
-    """Return the job's reward section with ``scorer``. Time limits that the base model's file sets must allow the
+    """Return the job's reward section with ``scorer``. If the base model's file sets time limits, they must allow the
     scorer's deadline.
 
     Raises:

@@ -76,7 +76,8 @@ class FineTuningService:
             raise _refused(pointer, str(error)) from None
 
     async def _base(self, model: str) -> BaseModelFile:
-        """Return the base of the job file for ``model``, a base model or a checkpoint.
+        """Return the partial job file on which a job for ``model`` is based; ``model`` names a base model or a
+        checkpoint.
 
         For a checkpoint of a fine-tuning job this is the base of that job, with the weights of the checkpoint.
         """

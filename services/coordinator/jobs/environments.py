@@ -19,8 +19,8 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["check_camera", "check_held_out", "check_spec", "describe_environment"]
 
 LEAST_S = 5.0
-"""Shortest deadline for the description of one simulator (seconds), even if a job's first simulator took nearly all of
-the time."""
+"""Shortest deadline for describing one simulator (seconds). This deadline applies even if the job's first simulator
+took nearly all of the time."""
 REST_BYTES = 96
 """Bytes that a decision of the policy takes in a stored group beyond its arrays: version spans, and padding."""
 
@@ -115,7 +115,8 @@ def check_held_out(config: EmbodiedJob, spec: EnvSpec, held_out: EnvSpec) -> Non
 
 
 def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
-    """Return warnings about the videos of a job. Raises ConfigError if it requires videos and none can be recorded."""
+    """Return warnings about the videos that a job asks for. Raises ConfigError if the job requires videos and none can
+    be recorded."""
     if not spec.no_video:
         return []
     if config.evaluation.videos != "auto":

@@ -68,7 +68,8 @@ class JobEvents:
                     return
 
     async def is_kept(self, seq: int) -> bool:
-        """Return True if the event with this sequence is still stored; if not, later ones may be gone, too."""
+        """Return True if the event with sequence ``seq`` is still stored. If it is not, the stream may have dropped
+        later events, too."""
         try:
             await self._bus.get(subjects.EVENTS, seq)
         except NotFound:
@@ -77,6 +78,7 @@ class JobEvents:
 
 
 def is_last_event(data: bytes, since: float = 0.0) -> bool:
-    """Return True if an event reports a terminal phase, at or after ``since`` (last extension, Unix seconds)."""
+    """Return True if an event reports that the job ended, at or after ``since`` (time of the job's last extension, Unix
+    seconds)."""
     row = msgspec.json.decode(data)
     return row["time"] >= since and row["type"] == "phase" and str(row["message"]).split(":")[0] in TERMINAL_PHASES

@@ -228,7 +228,7 @@ class JobIndex:
         return [self._entries[id] for id in sorted(itertools.chain.from_iterable(self._by_phase[p] for p in phases))]
 
     def of_models(self, models: frozenset[str] | None) -> list[JobEntry]:
-        """Return the jobs with one of these names or ids, or all for None, oldest first."""
+        """Return the jobs with one of these names or ids, oldest first; None stands for all jobs."""
         if models is None:
             return self.all()
         found = {id for model in models for id in self._by_name.get(model, ())} | models & self._entries.keys()
@@ -238,7 +238,8 @@ class JobIndex:
         self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None,
         kind: str | None, labels: Mapping[str, str], models: frozenset[str] | None,
     ) -> list[JobEntry]:  # fmt: skip
-        """Return at most ``limit`` jobs in id order (id = creation time), strictly past ``after`` in that order.
+        """Return at most ``limit`` jobs that follow the id ``after`` in ascending or descending order of ids, which is
+        the order of creation.
 
         ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality; ``models`` keeps only
         jobs with one of these names or ids. ``after`` need not exist: it is only a position in the order. The API asks
@@ -259,7 +260,8 @@ class JobIndex:
 
 
 def _past(ids: list[str], after: str | None, order: Order) -> Iterator[str]:
-    """Iterate over the part of sorted ``ids`` strictly past ``after`` in an order, without copying it."""
+    """Iterate over those of the sorted ``ids`` that follow ``after`` in ascending or descending ``order``, without
+    copying the list."""
     if order == "asc":
         places = range(0 if after is None else bisect_right(ids, after), len(ids))
     else:

@@ -20,7 +20,7 @@ HISTORY_S = 300.0
 PROBLEM_S = 300.0
 """Minimum time between two reports of problems of one worker with one job (seconds)."""
 MOST_SPANS = 200
-"""Maximum states of a worker for one job; the oldest are dropped first."""
+"""Maximum number of state intervals that are kept for one worker and one job; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Span:
 
 
 class History:
-    """Records the spans of one worker by job."""
+    """Records the state intervals (``Span``) of one worker, by job."""
 
     def __init__(self) -> None:
         self._spans: dict[str, deque[Span]] = {}
@@ -106,7 +106,7 @@ class Members:
         return [member for _, member in sorted(self._members.items())]
 
     def rows(self, job: str, now: float, *, history: bool = False) -> list[dict[str, Any]]:
-        """Return one row per worker, with its entry for ``job``; omit workers that drained before they ended.
+        """Return one row per worker, with the worker's entry for ``job``; omit workers that drained before they ended.
 
         ``history``: add ``spans``, the states of the worker for the job in the last ``HISTORY_S`` seconds.
         """

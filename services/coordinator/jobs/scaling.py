@@ -31,8 +31,8 @@ PROBE_S = 2.0
 
 
 class Scaler:
-    """Scales the workers of the deployment: ``run`` executes pending operations. For each pool only the newest one
-    counts."""
+    """Scales the workers of the deployment: ``run`` executes pending operations. Of several operations for one pool of
+    workers, only the newest counts."""
 
     def __init__(self, bus: Bus, store: JobStore) -> None:
         self._bus, self._store = bus, store
@@ -54,8 +54,8 @@ class Scaler:
             self._under_way.clear()
 
     async def _begin(self, job: str, operation: Operation) -> None:
-        """Start an operation, and mark a running older one for the same pool as failed. If a newer one is running, mark
-        ``operation`` as failed instead."""
+        """Start an operation. If an older operation for the same pool is running, stop it and mark it as failed. If a
+        newer one is running, mark ``operation`` as failed instead."""
         pool = str(operation.args["pool"])
         before = self._under_way.get(pool)
         if before is not None:

@@ -37,7 +37,8 @@ class JobStore:
         self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None,
         origin: ModelOrigin | None = None,
     ) -> JobRecord:  # fmt: skip
-        """Store a new job durably and return its record; if ``id`` exists already, store nothing and return that job.
+        """Store a new job durably and return its record. If a job with the id ``id`` exists already, store nothing and
+        return that job's record.
 
         Raises:
             Conflict: the job with this ``id`` was deleted.
@@ -189,7 +190,7 @@ class JobStore:
         return await self.change(job, edit)
 
     async def finish_operation(self, job: str, done: Operation) -> None:
-        """Write the result of an operation, unless it has ended already."""
+        """Write the result of an operation, unless the operation has ended already."""
 
         def edit(record: JobRecord) -> JobRecord:
             operations = [done if one.id == done.id and one.state == "pending" else one for one in record.operations]
@@ -226,7 +227,7 @@ def _total_steps(config: AnyJob) -> int | None:
 
 
 def _wanted(record: JobRecord, changes: dict[str, Any]) -> JobRecord:
-    """Return the record with ``changes`` that the user requested, under a new generation."""
+    """Return the record with the ``changes`` that a user requested, and with the next generation number."""
     return record.model_copy(update={**changes, "generation": record.generation + 1, "changed_from": record.revision})
 
 

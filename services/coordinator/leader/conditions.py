@@ -21,7 +21,8 @@ Type = Literal[
 def conditions(
     run: JobRun, job: str, members: Members, before: Sequence[Condition], *, clock: float, now: datetime
 ) -> list[Condition]:
-    """Return every condition of the job. A condition whose status is as in ``before`` keeps its transition time."""
+    """Return every condition of the job. A condition with the same status as in ``before`` keeps its transition
+    time."""
     known = {condition.type: condition for condition in before}
     found = []
     for type_, (status, reason, message) in _facts(run, job, members, clock).items():
@@ -68,7 +69,8 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
 
 
 def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
-    """Return status, reason and message of `ClocksAgree`: all clocks match that of the bus, which decisions use."""
+    """Return status, reason and message of the condition `ClocksAgree`: all clocks match the clock of the bus, which
+    the leader's decisions use."""
     alive = [member.beat for service in ("coordinator", *run.config.services) for member in members.of(service, clock)]
     known = [(beat.worker, beat.clock_skew_s) for beat in alive if beat.clock_skew_s is not None]
     wrong = [f"{worker} {skew_s:+.1f} s" for worker, skew_s in known if abs(skew_s) > MAX_SKEW_S]

@@ -45,10 +45,10 @@ Row = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 WORKERS = {subjects.TICKETS: "rollout", subjects.RAW: "reward"}
-"""Work queue -> service that consumes it; the consumer is named after the service and the job."""
+"""Service that consumes each work queue, by the queue's stream. The consumer is named after the service and the job."""
 SCAN_EVERY_S = 5.0
 SUSPECT_LEASES = 2.0
-"""Number of lease durations for which a message must look dead before it counts as dead."""
+"""A message counts as dead only after it has looked dead for this many lease durations."""
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
 """Streams whose dead letters belong to no draw."""
 SHOWN_BYTES = 4096
@@ -72,7 +72,8 @@ class _Queue:
 
 
 class Suspects:
-    """Separates dead messages of one queue from messages under lease. Pure; callers pass the time in."""
+    """Separates the dead messages of one queue from the messages that workers still hold under a lease. Pure; callers
+    pass the time in."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -80,7 +81,7 @@ class Suspects:
     def dead(
         self, delivered: Mapping[int, str], *, num_leased: int, held: Collection[str], now: float, ripe_s: float
     ) -> list[int]:
-        """Return the sequences that are certainly dead.
+        """Return the sequence numbers of the messages that are certainly dead.
 
         Args:
             delivered: sequence -> draw of the messages that were delivered and are still in the queue.
@@ -166,7 +167,7 @@ class DeadLetterScanner:
                 await _leave_to_scan(self._hand_over(queue, message))
 
     def _held(self, queue: _Queue) -> set[str]:
-        """Return the draws that live workers report to hold."""
+        """Return the draws that live workers hold, according to their reports."""
         return {
             str(draw)
             for member in self._members.of(WORKERS[queue.stream], time.monotonic())
@@ -174,7 +175,8 @@ class DeadLetterScanner:
         }
 
     async def _hand_over(self, queue: _Queue, message: Message) -> None:
-        """Pass a message to its job's leader. If none is ready, it waits for the next scan or the job's end."""
+        """Pass a dead message to the leader of its job. If no leader is ready, leave the message to the next scan, or
+        to the end of the job."""
         runner = self._runners.get(queue.job)
         if runner is None or not runner.ready:
             return
@@ -332,7 +334,8 @@ class DeadLetterQueue:
             await self._bus.delete_message(subjects.DEAD, seq)
 
     async def check_replayable(self, job: str, id: int) -> None:
-        """Raise NotFound if a dead letter has no draw and is neither an interaction nor feedback."""
+        """Raise NotFound if a dead letter cannot be replayed: it has no draw, and is neither an interaction nor
+        feedback."""
         if origin_of(await self._get(job, id))[0] not in LIVE:
             await self.draw(job, id)
 

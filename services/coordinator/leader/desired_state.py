@@ -1,4 +1,4 @@
-"""Desired state of a running job, read from its record: state, job file and operations."""
+"""Desired state of a running job, read from the job's record: the requested state, the job file, and the operations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DesiredState:
         self.followed = 0
         """Generation of the record that the run has applied."""
         self._unreadable = 0
-        """Generation whose job file this version cannot parse."""
+        """Generation of the record whose job file this release cannot parse."""
         self.update(record)
 
     def update(self, record: JobRecord) -> None:
@@ -100,7 +100,7 @@ class DesiredState:
         commit: Callable[[list[Event]], Awaitable[None]],
         supply: Supply | None = None,
     ) -> list[Operation]:
-        """Replay the dead letters that the user requested; return the finished operations.
+        """Replay the dead letters whose replay the user requested; return the finished operations.
 
         Interactions and feedback return to their stream through ``supply``. For any other dead letter the run draws the
         prompt again once a slot for a draw in flight is free; the run reserves the next free slot.
@@ -184,7 +184,8 @@ class DesiredState:
 
 
 async def _requeue(run: JobRun, supply: Supply | None, letter: LiveDeadLetter) -> int:
-    """Store an interaction or feedback again; see ``Supply.requeue``. Raises Conflict if the job accepts neither."""
+    """Store an interaction or an item of feedback again; see ``Supply.requeue``. Raises Conflict if the job has
+    finished, or does not read live items."""
     if supply is None or run.state.finished:
         ended = run.state.finished or "not fed by feedback"
         raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")

@@ -43,7 +43,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
-"""Callback that requests or publishes the groups of draws; safe to repeat."""
+"""Callback that gets groups for draws: it requests the groups, or publishes them itself. Safe to repeat."""
 MAX_REASON = 500
 ASK_AGAIN_S = 2.0
 """Interval at which a command to the trainer is repeated until the ledger shows its result (seconds)."""
@@ -65,7 +65,8 @@ class EffectPublisher:
         self.retry = retry or Retry(job)
 
     async def publish(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
-        """Publish the effects of committed events. ``order`` requests groups for new draws, by default by ticket."""
+        """Publish the effects of committed events. ``order`` requests groups for new draws; by default, each new draw
+        gets a ticket."""
         for number in effects.announce:
             await self._announce(run, number)
         await self.delete(effects.delete)  # first: the replacement may need as much space
@@ -98,7 +99,8 @@ class EffectPublisher:
             await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
 
     async def publish_again(self, run: JobRun, draws: Sequence[Draw], seq: int) -> None:
-        """Publish new tickets for those of ``draws`` that still wait for a group, after a leaving worker returned them.
+        """Publish new tickets for those of ``draws`` that still wait for a group, because a leaving worker returned
+        their old tickets.
 
         A new ticket has all its deliveries left, because a worker that leaves is no failure. ``seq``: sequence number
         of the old ticket in TICKETS; with it, a repeated call stores no second copy.
@@ -215,12 +217,14 @@ def _count(message: Message) -> int:
 
 
 def headers_of(ticket: Ticket) -> dict[str, str]:
-    """Return the headers of a ticket: the draw of a training ticket, so that a dead letter still names the draw."""
+    """Return the headers of a ticket. The headers of a training ticket name its draw, so that a dead letter still names
+    the draw."""
     return {DRAW_HEADER: str(ticket.draw)} if ticket.purpose == "train" else {}
 
 
 def ticket_id(job: str, ticket: Ticket) -> str:
-    """Return the message id of a ticket, so that the bus stores a draw once, whichever leader publishes it.
+    """Return the message id of a ticket, by which the bus stores the ticket of a draw only once, whichever leader
+    publishes it.
 
     Evaluation tickets also contain epoch, version and deadline: each evaluation requests a prompt again, because the
     results of an earlier one may be lost.

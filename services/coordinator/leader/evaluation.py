@@ -1,4 +1,4 @@
-"""Held-out evaluation of exact versions: decides which points are due, and aggregates their results. Pure.
+"""Held-out evaluation of exact policy versions: decides when an evaluation is due, and aggregates its results. Pure.
 
 A point is a number of completed updates. No batch is sealed past a point that is still being evaluated, so every
 completion of a point comes from one policy version.
@@ -36,7 +36,8 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def evaluation_tickets(
     prompts: Iterable[int], version: int, *, deadline: float, epoch: int, temperature: float | None = None
 ) -> list[Ticket]:
-    """Return one ticket per held-out prompt, pinned to ``version``. ``temperature`` None: that of the job file."""
+    """Return one ticket per held-out prompt, pinned to ``version``. If ``temperature`` is None, the temperature of the
+    job file applies."""
     return [
         Ticket(
             draw=Draw(i), min_version=version, version=version, deadline=deadline, epoch=epoch, purpose="eval",
@@ -123,7 +124,8 @@ class Scores:
 
 @dataclass(slots=True)
 class Evaluation:
-    """One point being evaluated. ``expected`` are the prompts still missing; times are Unix seconds.
+    """An evaluation in progress, at one point of the training. ``expected``: prompts whose results are missing; times
+    are in Unix seconds.
 
     ``held_since``: time since which a ready batch has waited only for this evaluation; 0: no batch has.
     """
@@ -137,7 +139,8 @@ class Evaluation:
     held_since: float = 0.0
 
     def take(self, result: EvalResult) -> bool:
-        """Add one prompt's scores; return False if they are not expected (another version, or already known)."""
+        """Add the scores of one prompt; return False if ``result`` is not expected (another version, or a prompt that
+        is already scored)."""
         if result.version != self.version or result.ordinal not in self.expected:
             return False
         self.expected.discard(result.ordinal)
@@ -146,7 +149,8 @@ class Evaluation:
 
 
 class EvaluationPlan:
-    """The points of one job and the evaluation in progress, on prompts of the sources ``held_out``."""
+    """Evaluations of one job: the points (numbers of completed updates) that are done, and the evaluation in progress.
+    The prompts come from the sources ``held_out``."""
 
     def __init__(self, config: EvaluationConfig | EpisodeEvaluationConfig, held_out: Sequence[SourceSummary]) -> None:
         self.config = config
@@ -171,7 +175,8 @@ class EvaluationPlan:
     def start(
         self, point: int, version: int, *, now: float, deadline: float, epoch: int, temperature: float | None = None
     ) -> list[Ticket]:
-        """Start a point and return its tickets. ``temperature`` applies unless the evaluation has its own sampling."""
+        """Start the evaluation at ``point`` (completed updates) and return its tickets. ``temperature`` applies unless
+        the evaluation has its own sampling."""
         self.current = Evaluation(point, version, deadline, set(range(self.num_prompts)), now)
         temperature = temperature if self.config.sampling is None else None
         return evaluation_tickets(
@@ -191,12 +196,14 @@ class EvaluationPlan:
         return True
 
     def roll_back(self, updates: int) -> None:
-        """Forget the evaluation in progress and all points above ``updates``, the number left by a rollback."""
+        """Forget the evaluation in progress, and all points above ``updates``, the number of updates that a rollback
+        keeps."""
         self.done = {point for point in self.done if point <= updates}
         self.current = None
 
     def finish(self, now: float) -> dict[str, float]:
-        """Close the point in progress and return its values, with its duration and how long it delayed a batch."""
+        """End the evaluation in progress and return its values, with its duration and the time for which it delayed a
+        batch."""
         current = self.current
         assert current is not None, "no evaluation in progress"
         values = current.scores.values(self.config, self._held_out) | {

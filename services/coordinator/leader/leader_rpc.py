@@ -1,4 +1,4 @@
-"""Requests between coordinators: any replica can query the waits of a job from its leader."""
+"""Requests between coordinators: any replica can ask the leader of a job what the job waits for."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Leader(Protocol):
 
 
 class LeaderRpc:
-    """Returns the waits of a job from its leader: ``serve`` runs on the leader, ``why`` on every replica."""
+    """Lets every replica ask the leader of a job what the job waits for: ``serve`` runs on the leader, ``why`` on every
+    replica."""
 
     def __init__(self, bus: Bus, runners: Mapping[str, Leader]) -> None:
         self._bus, self._runners = bus, runners
@@ -69,7 +70,7 @@ class LeaderRpc:
             await asyncio.Event().wait()
 
     async def why(self, job: str) -> list[dict[str, Any]]:
-        """Return the waits that the leader reports, or a row saying that the job has no leader yet."""
+        """Return what the job waits for, as its leader reports it, or a row saying that the job has no leader yet."""
         rows = self._known(job)
         if rows is not None:
             return rows
@@ -91,12 +92,14 @@ class LeaderRpc:
         return msgspec.json.encode(rows)
 
     async def _hold(self, data: bytes) -> bytes:
-        """Pause the purging of streams for the seconds in ``data`` (JSON), at most HOLD_S; return an empty reply."""
+        """Pause the purging of streams, for at most HOLD_S seconds; ``data`` contains the requested seconds as JSON.
+        Return an empty reply."""
         self._bus.hold(min(float(msgspec.json.decode(data, type=float)), HOLD_S))
         return b""
 
     async def name(self) -> str:
-        """Return holder and epoch of the coordinators' lease as text, or `nobody`; the holder may have died since.
+        """Return the holder and the epoch of the coordinators' lease as text, or `nobody`. The holder may have died
+        since it took the lease.
 
         Raises:
             Unavailable: the bus does not answer.

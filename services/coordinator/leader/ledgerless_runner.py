@@ -1,4 +1,5 @@
-"""Base of the runners of jobs without a ledger: evaluations and deployments. They have no decisions to recover."""
+"""Base of the runners of jobs without a ledger: evaluations and deployments. Such jobs have no decisions that a new
+leader must recover."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ __all__ = ["LedgerlessRunner"]
 
 
 class LedgerlessRunner:
-    """State that a leader keeps for one job: its record, its outbox, and the failure that a rollout worker reports."""
+    """Base class: leader of one job without a ledger. Has the job's record, the outbox, and the failure that a rollout
+    worker reports."""
 
     def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
         self.bus, self.members = bus, members
@@ -45,7 +47,8 @@ class LedgerlessRunner:
 
     @contextlib.asynccontextmanager
     async def _running(self, *others: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """Run the outbox, the report server and ``others`` until the body ends; then flush the outbox."""
+        """Run the outbox, the report server and ``others`` while the ``async with`` block runs; then flush the outbox
+        and stop all of them."""
         async with asyncio.TaskGroup() as tasks:
             parts = (self.outbox.run(), self._serve_reports(), *others)
             running = [tasks.create_task(part) for part in parts]

@@ -26,11 +26,12 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Measures"]
 
 AGAIN_S = 10.0
-"""Delay before the leader repeats an evaluation that scored nothing (seconds); the grader was probably away."""
+"""Delay before the leader repeats an evaluation in which no completion was scored (seconds), probably because the
+grader was unreachable."""
 
 MAX_RESTORED = 1000
-"""Largest number of rows that are restored. A leader that dies leaves fewer rows unwritten; if more are missing, the
-stream has lost them in another way."""
+"""Maximum number of rows of METRICS that a new leader restores. A leader that dies leaves fewer rows unwritten; if more
+rows are missing, the stream has lost them for another reason."""
 
 
 class Measures:
@@ -48,11 +49,11 @@ class Measures:
         """The newest evaluation without missing prompts."""
         self.gate = gate_of(config, lambda: self.evaluated)
         self.newest_row = (0, 0)
-        """Batch of the newest row of an update, and sequence of its ledger entry."""
+        """For the newest row about an update: the number of its batch, and the sequence number of its ledger entry."""
         self._warned = False
         self._not_before = 0.0
         self._far_updates = 0
-        """Number of newest updates in a row whose lag/logprob exceeds train.max_mismatch."""
+        """Number of consecutive updates, up to the newest one, whose lag/logprob exceeds train.max_mismatch."""
 
     def begin(self, state: LedgerState, *, held_out: Sequence[SourceSummary], now: float) -> None:
         """Start to measure a run in state ``state``; call ``resume`` next."""
@@ -79,7 +80,7 @@ class Measures:
                 self.reward = values.get("reward/mean", self.reward)
 
     def roll_back(self, state: LedgerState) -> None:
-        """Forget measurements of batches that a fork removed from the lineage."""
+        """Forget the measurements of batches that a rollback discarded."""
         self.plan.roll_back(state.updates)
         if not self._is_known(state):
             self.plan.done.discard(state.updates)  # the reward of these weights is unknown
@@ -88,35 +89,40 @@ class Measures:
         self._far_updates = 0
 
     def _is_known(self, state: LedgerState) -> bool:
-        """Return True if no gate compares versions, or if the newest version is served and the gate has its reward."""
+        """Return True if the promotion gate needs no evaluation of the newest version: no gate compares versions, or
+        this version is served already and the gate has its reward."""
         if self.gate is None or not self._compares:
             return True
         served = state.promoted
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """Return True if ``row`` evaluates a version that a fork has replaced by one that needs its own evaluation."""
+        """Return True if ``row`` evaluates a version that a rollback has replaced by a version that needs an evaluation
+        of its own."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """Count a group that arrived. One without completions, for an error, lost all that it should have."""
+        """Count a group that arrived. A group with an error and without completions counts as the loss of all
+        completions that it should have had."""
         is_lost = bool(header.error) and not header.lengths and not header.skipped
         lost = self.config.completions_per_group if is_lost else 0
         self.tally.on_group(header, duplicate=duplicate, lost=lost)
         self.health.error = header.error or self.health.error
 
     def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:
-        """Count decisions that are about to be committed; ``candidates``: the groups as they are before the commit."""
+        """Count the decisions that are about to be committed. ``candidates`` contains the groups as they are before the
+        commit."""
         self.tally.on_events(events, candidates)
 
     def values_of(
         self, report: Report, batch: BatchSealed, candidates: Mapping[Draw, Candidate], now: float,
         live: Mapping[str, float],
     ) -> dict[str, float]:  # fmt: skip
-        """Return the metrics to record for the update that trained on ``batch``; ``candidates`` has its groups.
+        """Return the metrics to record for the update that trained on ``batch``; ``candidates`` contains the groups of
+        the batch.
 
         ``live``: measurements of the supply of live groups.
         """
@@ -125,7 +131,8 @@ class Measures:
         return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
 
     def disproof(self, report: Report) -> str:
-        """Return a message if an update shows that its tokens do not come from the weights that they name, else ''.
+        """Return a message if the metrics of an update show that other weights sampled its tokens than the policy
+        versions recorded for the tokens; else ''.
 
         A large update of the policy also raises lag/logprob, but only in the next ``max_lag`` updates, whose tokens
         earlier versions sampled. So lag/logprob must exceed the bound in ``max_lag + 1`` updates in a row.
@@ -146,7 +153,7 @@ class Measures:
         )
 
     def _count_far(self, values: Mapping[str, float]) -> None:
-        """Count updates in a row whose lag/logprob exceeds train.max_mismatch."""
+        """Update the number of consecutive updates whose lag/logprob exceeds train.max_mismatch."""
         bound, lag = self.config.train.max_mismatch, values.get("lag/logprob")
         if bound is not None and lag is not None:
             self._far_updates = 0 if lag <= bound else self._far_updates + 1
@@ -165,7 +172,8 @@ class Measures:
         self._warned = True
 
     def look(self, *, ended: bool = False) -> None:
-        """Publish events on health warnings that began or ended. ``ended``: judge the ended run even if short."""
+        """Publish an event for each health warning that began or ended. ``ended``: the run has ended, so judge it even
+        if it is short."""
         self.health.recent = self.tally.since
         for change in self.health.judge(ended=ended):
             level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
@@ -177,7 +185,7 @@ class Measures:
         return 0 < state.last_trained - batch <= MAX_RESTORED and (entry > 0 or not batch)
 
     def restore(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
-        """Write the row of an update again, if it is missing."""
+        """Write the row of an update to METRICS, unless an earlier leader has written this row."""
         if not event.metrics or event.number <= self.newest_row[0]:
             return
         self._write(event, entry, event.metrics)
@@ -193,11 +201,13 @@ class Measures:
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def holds(self, state: LedgerState, point: int) -> bool:
-        """Return True if the batch that follows ``point`` completed updates must not be sealed yet."""
+        """Return True if the next batch after ``point`` completed updates must not be sealed yet, because an evaluation
+        or a checkpoint has to come first."""
         return self._is_due(state, point) or self.goals.holds(state)
 
     def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:
-        """Return True if the plan evaluates ``point``, or the gate needs the held-out reward of the newest version."""
+        """Return True if an evaluation is due at ``point`` completed updates: the plan contains it, or the gate needs
+        the held-out reward of the newest version."""
         lacks = self.gate is not None and self.plan.enabled and point == state.updates and self.gate.lacks(state)
         return lacks or self.plan.due(point, final=final)
 
@@ -229,7 +239,7 @@ class Measures:
         return True
 
     def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
-        """Record an evaluation; return True if its point is done.
+        """Record the values of an evaluation; return False if ``point`` must be evaluated again.
 
         A promotion gate that compares versions needs all prompts and a finite reward. Otherwise the leader evaluates
         the point again.

@@ -45,7 +45,8 @@ RETRY_S = 0.5
 
 
 class Outbox:
-    """Sends queued rows in order, but only the newest status and clock. Retries while the bus is away.
+    """Sends queued rows in order; of the status and the clock, only the newest value. Retries while the bus is
+    unreachable.
 
     Decisions never wait for the outbox. Rows that a full stream refuses are dropped and logged. ``attempt``: see
     ``JobStatus``.
@@ -73,7 +74,7 @@ class Outbox:
         entry: int = 0,
         time: float | None = None,
     ) -> None:
-        """Queue one row of METRICS, measured with the weights that ``batch`` made; ``step`` is the step shown to users.
+        """Queue one row of METRICS about the weights that ``batch`` made; ``step`` is the step number that users see.
 
         ``entry``: sequence of the ledger entry that contains the update; ``time``: time of measurement, None: now.
         """
@@ -100,7 +101,7 @@ class Outbox:
             logger.error("%s: a row of %s is lost: %s", self._job, subject, error)
 
     def later(self, work: Callable[[], Awaitable[None]], *, keep: bool = True) -> None:
-        """Queue ``work``; ``keep``: retry it until the bus accepts it."""
+        """Queue ``work`` for the bus. With ``keep``, retry the work until the bus accepts it."""
         self._queue.put_nowait((work, keep))
         self._changed.set()
 
@@ -168,7 +169,7 @@ class Outbox:
             await self._try(lambda: self._put_status(fields))
 
     def _status_rest_s(self) -> float:
-        """Return the seconds until the status is due: sooner if it has changed since it was written."""
+        """Return the seconds until the status must be written. A changed status is due sooner than an unchanged one."""
         if not self._status:
             return HEARTBEAT_S
         due = self._last_status + STATUS_EVERY_S

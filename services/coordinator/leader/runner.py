@@ -1,4 +1,5 @@
-"""Leads one job: feeds events from the bus to the pure core, and publishes the core's decisions.
+"""Leads one job: feeds events from the bus to the decision core (``JobRun``), which does no I/O, and publishes the
+core's decisions.
 
 Everything that follows from a committed decision (tickets, batch manifests, the policy clock, deletions) is derived
 from the ledger and repeated by the next leader, so it may be lost or happen twice.
@@ -64,8 +65,8 @@ TICK_S, IDLE_S = 0.25, 2.0
 """Shortest and longest interval between checks of deadlines (seconds). An idle job is checked ever less often, because
 one coordinator leads hundreds of jobs; messages and user requests wake it at once."""
 MAKE_S = 120.0
-"""Time for an env worker to load a simulator's libraries (seconds); after this time plus the step limit, the request is
-repeated."""
+"""Time for an env worker to load a simulator's libraries (seconds). After this time plus the step limit, the leader
+repeats its request to describe the simulator."""
 
 
 class JobRunner:
@@ -97,7 +98,8 @@ class JobRunner:
         self._presence, self._problems, self._onsets = PresenceWatch(), ProblemWatch(self.job), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
-        """Next sequence of EXPERIENCE to read. ``_unread``: first sequence that recovery read."""
+        """Sequence number of EXPERIENCE from which the leader reads on. ``_unread``: sequence number at which recovery
+        began to read; earlier messages are checked in the background."""
         self.ready = False
         self._reported = 0.0
         self._decided = False
@@ -278,7 +280,7 @@ class JobRunner:
         self._report_status(force=True)
 
     async def _close_supply(self) -> None:
-        """Stop the supply of live items; messages that cannot be read are still copied to DEAD."""
+        """Stop the supply of live items. Messages that the supply could not read are still copied to DEAD."""
         if self.supply is not None:
             await self.supply.close()
             await self._commit([])
@@ -315,7 +317,8 @@ class JobRunner:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     async def _commit(self, events: list[Event]) -> None:
-        """Append the supply's decisions and ``events`` to the ledger, apply them to the core, publish their effects."""
+        """Append the decisions of the live supply and ``events`` to the ledger, apply them to the core (``JobRun``),
+        and publish their effects."""
         if self.supply is not None:
             await self.supply.flush()
             for one in await self.publisher.copy_unreadable(self.supply.unreadable()):
@@ -327,7 +330,7 @@ class JobRunner:
             await self._append(events)
 
     async def _append(self, events: list[Event]) -> None:
-        """Append one ledger entry, apply it to the core, and publish its effects."""
+        """Append one ledger entry, apply it to the core (``JobRun``), and publish its effects."""
         self._decided = True
         seq = await self.journal.append(events)
         self.measures.on_events(events, self.run.candidates)
@@ -420,7 +423,8 @@ class JobRunner:
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
 
     async def _record(self, report: Report, events: list[Event], now: float) -> None:
-        """Commit the events of a report, with the metrics of an update, and the decisions that follow from them."""
+        """Commit the events of a trainer's report and the decisions that follow from them. The event of an update gets
+        the update's metrics."""
         if report.kind == "refused":
             await self.publisher.copy_refused(self.run, events)
         batch, state = self.run.state.sealed.get(report.batch), self.run.state
@@ -438,7 +442,8 @@ class JobRunner:
                 self.outbox.clock(event.version, event.digest, self.epoch)
 
     def _take_unreadable(self, report: Report) -> None:
-        """Handle a checkpoint that the trainer cannot read: the trainer continues without it."""
+        """Handle a trainer's report that a checkpoint is unreadable: the trainer fell back to an older checkpoint, or
+        gave up a rollback."""
         if report.kind == "fell_back":
             self.outbox.event("error", "checkpoint_damaged", report.reason, number=report.batch)
         else:
@@ -508,7 +513,8 @@ class JobRunner:
             await self.publisher.publish_tickets(tickets)
 
     async def _follow_best(self) -> None:
-        """Mark the best checkpoint once it exists; until then request it."""
+        """Have the ledger name the best checkpoint once that checkpoint exists; until then, request it from the
+        trainer."""
         goals, state = self.measures.goals, self.run.state
         await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=bus_time())])
         self.run.new_best = goals.wanted(state)
@@ -521,7 +527,8 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> bool:
-        """Queue the status, or return False if the last one is less than TICK_S old: counting open draws takes time."""
+        """Queue the status, or return False if the last status is less than TICK_S old, because counting open draws
+        takes time."""
         if not force and time.monotonic() - self._reported < TICK_S:
             return False
         self._reported = time.monotonic()

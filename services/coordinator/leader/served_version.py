@@ -40,7 +40,8 @@ class _Announced:
 
 
 class ServedVersionPublisher:
-    """Watches the candidates and the served version of one job, and publishes promoted versions.
+    """Watches the candidates' manifest and the served version's manifest of one job, and publishes promoted versions to
+    the engines.
 
     Served versions only rise, in the ledger and in the bucket. If an earlier leader or trainer writes an older version,
     this leader sees it and replaces it.
@@ -53,7 +54,7 @@ class ServedVersionPublisher:
         self._bus, self._job, self._gate, self._promoted = bus, job, gate, promoted
         self._candidate: _Announced | None = None
         self._standing: _Announced | None = None
-        """The version in the bucket; ``_revision`` is the revision of that entry."""
+        """Manifest that the bucket contains for the served version; ``_revision`` is the revision of its entry."""
         self._revision = 0
         self._served: _Announced | None = None
         """The newest manifest of the promoted version."""
@@ -67,7 +68,8 @@ class ServedVersionPublisher:
                 await asyncio.sleep(POLL_S)
 
     async def _watch(self) -> None:
-        """Watch the key of the served version and the key of the candidates, which is below it in the hierarchy."""
+        """Watch the keys of the served version's manifest and of the candidates' manifest. One watch covers them,
+        because the candidates' key lies below the other key."""
         async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
             async for entry in entries:
                 announced = (
@@ -81,7 +83,8 @@ class ServedVersionPublisher:
                 self._take_served()
 
     def _take_served(self) -> None:
-        """Store the newest trainer's manifest of the promoted version; candidates later replace it in the bucket."""
+        """Remember the promoted version's manifest by the newest trainer, because manifests of later candidates replace
+        it in the bucket."""
         promoted = self._promoted()
         known = (self._candidate, self._standing, self._served)
         fitting = [one for one in known if one is not None and promoted is not None and one.version == promoted.version]

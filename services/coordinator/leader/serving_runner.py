@@ -46,7 +46,8 @@ class ServingRunner(LedgerlessRunner):
             self._report(*end)
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
-        """Return the heartbeat entries for this job by worker, of the live rollout workers that report one."""
+        """Return the heartbeat entries about this job, by worker: those of the live rollout workers that report such an
+        entry."""
         found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
         return {worker: entry for worker, entry in found.items() if entry}
 

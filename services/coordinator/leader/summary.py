@@ -134,8 +134,9 @@ def start_of(run: JobRun) -> dict[str, Any]:
 
 
 def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
-    """Return alternatives for a trainer that cannot read ``checkpoint``: older checkpoints, newest first, from which
-    every batch can be repeated, and the batches up to ``checkpoint``."""
+    """Return alternatives for a trainer that cannot read ``checkpoint``. ``older``: earlier checkpoints, newest first,
+    after which every batch can be repeated. ``earlier``: rows of the batches from the oldest of these checkpoints up to
+    ``checkpoint``."""
     if checkpoint is None:
         return {}
     found: list[Checkpointed] = []
@@ -152,7 +153,7 @@ def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any
 
 
 def _rows_of(state: LedgerState, numbers: Iterable[int]) -> list[list[Any]]:
-    """Return number, revision, version and digest of those batches that are still in the ledger's state."""
+    """Return number, revision, version and digest of each batch in ``numbers`` that is still in the ledger's state."""
     known = [(n, state.batches[n]) for n in numbers if n in state.batches]
     return [[n, batch.revision, batch.version, batch.digest] for n, batch in known]
 

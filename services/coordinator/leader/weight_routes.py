@@ -60,7 +60,7 @@ def transports_of(job: str, members: Members, clock: float) -> dict[str, str]:
 
 
 def _transports(member: Member, job: str) -> list[str]:
-    """Return the transports that a process supports; [] for a process of a version that does not report them."""
+    """Return the transports that a process supports; [] if the process runs a release that does not report them."""
     return _listed(member, job, "transports")
 
 

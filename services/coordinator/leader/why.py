@@ -1,4 +1,4 @@
-"""Waits of a job, with subject, id, holder and age: the answer to 'is it stuck?'. Pure."""
+"""Explains a job that seems stuck: lists what the job waits for, each with NATS subject, id, holder and age. Pure."""
 
 from __future__ import annotations
 

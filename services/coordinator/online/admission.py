@@ -62,13 +62,13 @@ __all__ = [
 LEVELS: tuple[Level, ...] = ("interaction", "episode")
 NUMBER = (float, int)
 MAX_OUT_OF_RANGE = 10.0
-"""A float beyond this many times its metric's bounds counts as an error of the sender, and is rejected."""
+"""A float value counts as an error of its sender, and is rejected, if it exceeds its metric's bounds by this factor."""
 STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
 MASKED = frozenset({TRUNCATED, UNFINISHED})
 """Reasons for which the tokens of an admitted turn enter no loss, while its reward still enters the baseline."""
 NOT_REPLAYABLE = "sampling_not_replayable"
 DRAWN_OTHERWISE = frozenset({NOT_REPLAYABLE, CONSTRAINED})
-"""Reasons of answers whose sampling distribution differs from the one that the trainer computes with their weights."""
+"""Reasons that mark an answer as sampled from another distribution than the trainer computes with the same weights."""
 IMITABLE = frozenset({STALE, *DRAWN_OTHERWISE, "other_temperature"})
 """Reasons that exclude an answer from the policy loss, but not from imitation."""
 HIGHEST_LOGPROB = 1e-6
@@ -96,7 +96,7 @@ class Decision:
 
     @property
     def is_judged(self) -> bool:
-        """True if the reward follows from feedback, or from its absence."""
+        """True if the interaction is trained or counts in a canary trial, so that its ``reward`` is settled."""
         return self.verdict == "train" or self.compared
 
 
@@ -147,7 +147,8 @@ def admit(
 
 
 def _imitated(interaction: Interaction, reward: float | None, denied: str, job: OnlineJob, *, source: str) -> Decision:
-    """Admit for imitation an answer that the policy loss may not use, if it has feedback or credit."""
+    """Decide on an answer that the policy loss may not use: imitate the answer if it is valid and has feedback or
+    credit."""
     if reward is None:
         return Decision("wait", "feedback")
     if not source or is_invalid(interaction, job):
@@ -158,7 +159,8 @@ def _imitated(interaction: Interaction, reward: float | None, denied: str, job: 
 def _refused(
     interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, has_feedback: bool
 ) -> Decision:
-    """Reject an interaction. If a canary trial uses its reward to compare versions, wait for the reward first."""
+    """Decide to reject an interaction, but first wait for its reward if a canary trial compares versions by the
+    reward."""
     if reason != CANARY and (reason != STALE or job.online.canary is None):
         return Decision("reject", reason, reward or 0.0)
     if reward is None:
@@ -168,7 +170,7 @@ def _refused(
 
 
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
-    """Return the reason that excludes an interaction from training, whatever its feedback is, or ''."""
+    """Return the reason that excludes an interaction from training whatever its feedback is, or '' if there is none."""
     tokens = len(interaction.token_ids)
     finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
     drawn_otherwise = interaction.untrainable if interaction.untrainable in DRAWN_OTHERWISE else ""
@@ -189,14 +191,15 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
 
 
 def lag_of(interaction: Interaction, version: int) -> int:
-    """Return how many versions the oldest token is behind ``version``, from which an update starts."""
+    """Return the lag of an interaction: ``version``, from which an update starts, minus the version of the oldest
+    token."""
     return version - min(span.version for span in interaction.spans)
 
 
 def reward_of(
     interaction: Interaction, items: Iterable[Feedback], job: OnlineJob, *, now: float, last: bool, closed: bool
 ) -> float | None:
-    """Sum the metrics of one turn; None while a declared metric is missing and still awaited."""
+    """Return the sum of the metrics of one turn, or None while the job still waits for a metric that it declares."""
     if is_invalid(interaction, job):
         return invalid_reward(job)
     total, online = 0.0, job.online
@@ -223,7 +226,7 @@ def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
 
 
 def is_invalid(interaction: Interaction, job: OnlineJob) -> bool:
-    """Return True if an answer has an invalid tool call, or was cut off in a job that penalizes that."""
+    """Return True if an answer has an invalid tool call, or if it was cut off and the job penalizes cut-off answers."""
     cut_short = _is_cut(interaction) and job.online.truncated == "penalise"
     return interaction.tool_calls_valid is False or cut_short
 
@@ -233,14 +236,15 @@ def _is_cut(interaction: Interaction) -> bool:
 
 
 def invalid_reward(job: OnlineJob) -> float:
-    """Return the reward of an unusable answer: the lowest one, so that it never pays more than a bad answer."""
+    """Return the reward of an invalid answer: the job's ``invalid_reward``, or else the lowest reward that a metric
+    gives."""
     if job.online.invalid_reward is not None:
         return job.online.invalid_reward
     return min(metric.clip[0] for metric in job.online.metrics.values())
 
 
 def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
-    """Return the level that an item judges, a turn or the episode; None if it does not count.
+    """Return the level (turn or episode) that an item of feedback judges; None if the item does not count for a reward.
 
     The undeclared metric `reward` judges its target: an answer, an episode, or one turn of an episode.
     """
@@ -253,7 +257,7 @@ def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
 
 
 def out_of_range(item: Feedback, online: OnlineConfig) -> bool:
-    """Return True if a value lies so far outside its metric's bounds that it must be an error."""
+    """Return True if the value of an item lies so far outside the bounds of its metric that it must be an error."""
     metric = online.metric(item.metric)
     return metric is not None and is_far_off(item.value, metric)
 
@@ -279,7 +283,7 @@ def arrival_order(item: Feedback) -> tuple[int, float, int, str]:
 
 
 def counted_feedback(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, Level], list[Feedback]]:
-    """Return the newest item of each source, by metric and level.
+    """Return the newest item of each source (API key), grouped by metric and level.
 
     An item without weight does not count, but it replaces the earlier items of its source.
     """
@@ -315,7 +319,7 @@ def _stale(interaction: Interaction, version: int, max_lag: int) -> str:
 
 
 def _covers(interaction: Interaction, tokens: int) -> bool:
-    """Return True if the version spans cover every token once, in order."""
+    """Return True if the version spans of an interaction cover each of its ``tokens`` exactly once, in order."""
     end = 0
     for span in interaction.spans:
         if span.start != end or span.end <= span.start:
@@ -326,10 +330,11 @@ def _covers(interaction: Interaction, tokens: int) -> bool:
 
 EVERY_KEY = "*"
 AS_SAMPLED = frozenset({"posted", "rescored"})
-"""Rules of the policy loss under which each posted turn has log-probs of its own, so that several turns can form one
-trajectory."""
+"""Rules of the policy loss that give each posted turn log-probs of its own, so that several turns of an episode can
+form one trajectory."""
 NOT_TRAINED_YET = "not_trained"
-"""Reason to wait: engines may sample with a version shortly before the ledger records the update that created it."""
+"""Reason to wait for a policy version that the ledger does not record yet, although engines may already sample with
+it."""
 
 
 class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -340,7 +345,7 @@ class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     has_logprobs: bool
     flaw: str
-    """Defect of the log-probs, or ''."""
+    """Defect of the log-probs, or '' if there is none."""
     plain: bool
     """True if sampling was neither greedy nor truncated."""
     temperature: float
@@ -422,7 +427,8 @@ def admit_posted_for(
 
 
 def _rule(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> tuple[str, str]:
-    """Return ``(rule by which the policy loss trains a post, '')``, or ``('', reason why the loss must not)``."""
+    """Return ``(rule by which the policy loss trains a post, '')``, or ``('', reason why the loss must not train
+    it)``."""
     posted, known = job.online.posted, facts.version is not None
     checks = {
         "text_only": not facts.num_tokens,
@@ -449,7 +455,7 @@ def _rule(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> 
 
 
 def _lag(facts: PostedFacts, now: PolicyState) -> int:
-    """Return the number of versions from the posted one to the start of the next update; 0 if no version was posted."""
+    """Return how many versions a post is behind the start of the next update, or 0 if the post names no version."""
     return 0 if facts.version is None else now.version - facts.version
 
 
@@ -460,7 +466,7 @@ def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
 
 
 def refusal_of_posted(facts: PostedFacts, job: OnlineJob) -> str:
-    """Return the reason that excludes a post from training, whatever its reward is, or ''."""
+    """Return the reason that excludes a post from training whatever its reward is, or '' if there is none."""
     if facts.flaw:
         return facts.flaw
     if facts.num_tokens and not facts.num_prompt:

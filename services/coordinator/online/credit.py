@@ -1,4 +1,5 @@
-"""Assigns credit: the tree of an episode's turns, returns along it, its trajectories and their weights. Pure.
+"""Assigns credit: builds the tree of an episode's turns, computes returns along it, and forms weighted trajectories.
+Pure.
 
 The parent of a turn follows from its prompt:
 
@@ -45,14 +46,14 @@ ROOT = -1
 """Parent of a turn that begins a branch."""
 TOKEN_BYTES = array("i").itemsize
 HEADER_TOKENS = 4
-"""Most tokens that a chat template may put between an answer's header and its text (an empty thought, for example) and
-leave out once the answer is part of the conversation."""
+"""Maximum number of tokens (an empty thought, for example) that a chat template may put between the header and the text
+of a new answer, and leave out once the answer is part of the conversation."""
 
 
 def longest_earlier_prefix(
     texts: Iterable[tuple[bytes, int]], asked: Iterable[tuple[bytes, int]]
 ) -> dict[int, tuple[int, int]]:
-    """Find for each text in ``asked`` the longest of ``texts`` that is a prefix of it and has a lower position.
+    """For each text in ``asked``, find its longest prefix among those of ``texts`` that have a lower position.
 
     In sorted order a text follows all of its prefixes, which form a path. Finding the nearest prefix with a lower
     position on this path takes ``O(log n)`` steps, whatever the order of positions is.
@@ -82,7 +83,7 @@ def longest_earlier_prefix(
 
 
 class _PrefixNode:
-    """A text and its positions (``places``), lowest first. The root is the empty text, with which every text begins.
+    """Node in a tree of prefixes: one text and its positions (``places``), lowest first. The root has the empty text.
 
     Attributes:
         earlier: node of the longest prefix with a lower position. These links form a chain down to the root.
@@ -101,7 +102,7 @@ class _PrefixNode:
             self.far = earlier.far.far
 
     def before(self, place: int) -> _PrefixNode:
-        """Return the longest text whose lowest position is below ``place``: this node, or one down its chain."""
+        """Return the node of the longest prefix (or of this whole text) whose lowest position is below ``place``."""
         text = self
         while text.places[0] >= place:
             text = text.far if text.far.places[0] >= place else text.earlier
@@ -117,13 +118,13 @@ class TurnTokens:
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> TurnTokens:
-        """Pack lists of token ids."""
+        """Pack the token ids of a turn's prompt and of its completion."""
         prompt = array("i", prompt_ids).tobytes()
         return cls(prompt, prompt + array("i", token_ids).tobytes())
 
     @property
     def nbytes(self) -> int:
-        """Size of both byte strings."""
+        """Total size of ``prompt`` and ``full`` in bytes."""
         return len(self.prompt) + len(self.full)
 
 
@@ -139,7 +140,7 @@ class TurnTree:
 
     @property
     def children(self) -> list[list[int]]:
-        """Positions of the children of each turn."""
+        """For each turn, the positions of its children."""
         found: list[list[int]] = [[] for _ in self.parents]
         for place, parent in enumerate(self.parents):
             if parent != ROOT:
@@ -148,14 +149,15 @@ class TurnTree:
 
     @property
     def roots(self) -> list[int]:
-        """First turn of each turn's conversation."""
+        """For each turn, the position of the first turn of its conversation."""
         found: list[int] = []
         for place, parent in enumerate(self.parents):
             found.append(place if parent == ROOT else found[parent])
         return found
 
     def rated(self, has_feedback: Sequence[bool], *, whole: bool) -> list[bool]:
-        """Return for each turn True if its conversation, or with ``whole`` the episode, has feedback."""
+        """Return one flag per turn: True if its conversation has feedback, or if the episode as a whole has it
+        (``whole``)."""
         roots = self.roots
         rated = {root for root, one in zip(roots, has_feedback, strict=True) if one}
         return [whole or root in rated for root in roots]
@@ -193,14 +195,16 @@ def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
 
 
 def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
-    """Return for each turn the newest earlier one whose tokens are the longest prefix of its prompt, or ``ROOT``."""
+    """Return for each turn the earlier turn whose prompt and answer form the longest prefix of its prompt, or
+    ``ROOT``."""
     wholes = [(one.full, place) for place, one in enumerate(turns) if one.full]
     found = longest_earlier_prefix(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
     return [found[place][1] if place in found else ROOT for place in range(len(turns))]
 
 
 def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dict[int, int]:
-    """Return, for the turns ``asked``, the earlier turn whose conversation each one continues, if there is one.
+    """For each turn in ``asked``, find the earlier turn whose conversation it continues; turns without one are left
+    out.
 
     The prompt of this earlier turn is a prefix of the asked turn's prompt: the longest one, and of equal ones the
     newest. Both prompts must end with the same header, which a template puts before an answer; the prefix excludes it.
@@ -223,7 +227,7 @@ def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dic
 
 
 def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
-    """Return ``(tokens before the header, header)`` for a header of ``header`` tokens."""
+    """Split a prompt into the tokens before its header and the header, which consists of the last ``header`` tokens."""
     end = max(0, len(prompt) - header * TOKEN_BYTES)
     return prompt[:end], prompt[end:]
 
@@ -234,7 +238,8 @@ def branch_ends(parents: Sequence[int]) -> set[int]:
 
 
 def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
-    """Return the share of each part of an episode: parts weighted by their shares sum to the mean of its branches.
+    """Return a share for each part of an episode: the parts, weighted by their shares, add up to the mean of all
+    branches.
 
     A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
     ``lengths`` (tokens of each part) a branch is the mean over its tokens instead of their sum: the share is ``sum over
@@ -255,7 +260,9 @@ def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) 
 def returns(
     rewards: Sequence[float], gamma: float, tree: TurnTree | None = None, counts: Sequence[bool] = ()
 ) -> list[float]:
-    """Return ``G_t = r_t + gamma * (mean of G_c over the children c of t)``, in a chain ``r_t + gamma * G_{t+1}``.
+    """Return the return of each turn: its own reward plus ``gamma`` times the mean return of its children.
+
+    In a chain, where each turn has one child, this is the discounted sum of the rewards from the turn on.
 
     Args:
         tree: parents of turns; None is a chain.
@@ -274,7 +281,8 @@ def returns(
 
 
 def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple[int, bool]:
-    """Return ``(nearest ancestor that is in among, True if the turn extends it)``, or ``(ROOT, False)``.
+    """Return a turn's nearest ancestor in ``among``, and True if the turn extends it; ``(ROOT, False)`` without an
+    ancestor.
 
     The turn extends an ancestor if its prompt begins with all tokens of the ancestor.
     """
@@ -289,7 +297,7 @@ def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple
 def trajectory_weights(
     job: OnlineJob, tree: TurnTree, parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> dict[int, float]:
-    """Return the weight of each policy-loss trajectory by its first turn; {} if all have the weight 1.
+    """Return the weight of each policy-loss trajectory, by the position of its first turn; {} if all weights are 1.
 
     ``parts`` has the turns of each trajectory, ``lengths`` the number of sampled tokens of each turn of the episode.
     """
@@ -329,13 +337,13 @@ def join_turns(
 
 
 class TurnKind(NamedTuple):
-    """Loss for which a turn is trained, and further properties. Only turns of equal kind may form one trajectory."""
+    """Properties of a trained turn (such as its loss) that all turns of one trajectory must have in common."""
 
     objective: Objective
     is_weighted: bool
-    """True if its tokens enter the policy loss, so that the trajectories of the episode share one weight."""
+    """True if the turn's tokens enter the policy loss, so that its trajectory gets a share of the episode's weight."""
     group: Hashable = None
-    """Another value that must be equal in all turns of one trajectory."""
+    """Any other value that all turns of one trajectory must have in common."""
 
 
 def form_trajectories(

@@ -1,4 +1,4 @@
-"""Publishes decisions to DECISIONS, a feed that is derived from the ledger and completed from it after gaps.
+"""Publishes the decisions that the ledger records to the feed DECISIONS, and fills gaps in the feed from the ledger.
 
 Each message names the ledger entry up to which the feed is complete once the message is stored. A new leader continues
 from there, so a feed that was full, lost or incomplete after a crash catches up: every decision appears, in the order
@@ -50,7 +50,8 @@ REASONS = frozenset(
         "completion_too_long", "constrained", "lengths_differ", "not_finite", "rolled_back", "over_share",
     }
 )  # fmt: skip
-"""Values of the label `reason`; others count as `other`, because each value is a permanent time series."""
+"""Values of the Prometheus label `reason`; any other reason counts as `other`, because each value is a permanent
+series."""
 
 
 class Funnel:
@@ -71,7 +72,7 @@ class Funnel:
         self._counts["interactions"] += 1
 
     def on_feedback(self, items: Sequence[Feedback]) -> None:
-        """Count items, and add their values to the means of their metrics (the share of `true` for a boolean one)."""
+        """Count items of feedback, and add their values to the means of their metrics (a boolean counts as 0 or 1)."""
         self._counts["feedback"] += len(items)
         online = self._job.online
         for name in {item.metric for item in items}:
@@ -92,7 +93,7 @@ class Funnel:
                 self._counts[f"rejected/{status.reason}"] += 1
 
     def on_interaction_statuses(self, statuses: Iterable[InteractionStatus]) -> None:
-        """Count statuses of interactions, refused ones by reason."""
+        """Count statuses of interactions; count those of refused interactions by reason."""
         for status in statuses:
             refused = status.status == "rejected"
             DECIDED.labels(
@@ -103,7 +104,7 @@ class Funnel:
                 self._counts[f"refused/{status.reason}"] += 1
 
     def on_admissions(self, admissions: Sequence[Admission], ended: Sequence[float]) -> None:
-        """Count admissions; ``ended`` has the times at which their last answers ended."""
+        """Count admissions; ``ended`` has, for each admission, the time at which its last answer ended."""
         self._counts["admissions"] += len(admissions)
         self._lags += [admission.lag for admission in admissions]
         self._waits_s += [admission.time - end for admission, end in zip(admissions, ended, strict=True)]
@@ -113,7 +114,7 @@ class Funnel:
         self._trial_figures |= {name: value for name, value in figures.items() if name.startswith("canary/")}
 
     def row(self) -> dict[str, float]:
-        """Return the values since the last call, and start counting again."""
+        """Return the counts and means since the last call, and start counting again."""
         values = {f"online/{name}": float(count) for name, count in sorted(self._counts.items())}
         values |= {
             f"online/metric/{name}": total / number for name, (total, number) in sorted(self._metric_sums.items())
@@ -155,12 +156,13 @@ class DecisionFeed:
         self._bus, self._job, self._epoch, self._funnel, self._retry = bus, job, epoch, funnel, retry
         self._archive = archive
         self._position = 0
-        """The feed has every decision up to this entry of the ledger."""
+        """Sequence of the ledger entry up to which the feed has every decision."""
         self._is_behind = False
 
     @property
     def is_behind(self) -> bool:
-        """True if the feed lacks decisions of the ledger: it was full, or an earlier leader did not publish them."""
+        """True if the feed lacks decisions of the ledger, because its stream was full or an earlier leader did not
+        publish them."""
         return self._is_behind
 
     async def resume(self, last_seq: int) -> None:
@@ -191,7 +193,8 @@ class DecisionFeed:
             logger.error("%s: the feed of decisions waits, the ledger has them: %s", self._job, error)
 
     async def notify(self, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus] = ()) -> None:
-        """Publish statuses that the ledger does not record: non-final ones, or any after the job's end.
+        """Publish statuses that the ledger does not record: non-final statuses, and all statuses after the end of the
+        job.
 
         They are lost if the stream is full.
         """
@@ -227,9 +230,9 @@ class DecisionFeed:
             self._is_behind = False
 
     async def _folded(self) -> AsyncIterator[tuple[LedgerState, LedgerEntry]]:
-        """Yield ``(state, entry)`` for each ledger entry after the newest snapshot whose entries are all in the feed.
+        """Yield ``(state, entry)`` for each ledger entry after the newest snapshot that is not ahead of the feed.
 
-        Without such a snapshot the first entry is the ledger's first. The caller folds each entry into the state.
+        If there is no such snapshot, all ledger entries follow. The caller folds each entry into the state.
         """
         subject = subjects.ledger(self._job)
         for snapshot, state, _ in await read_snapshots(self._bus, self._job):
@@ -247,7 +250,8 @@ class DecisionFeed:
     async def _store(
         self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
     ) -> None:
-        """Append statuses that complete the feed up to entry ``seq``; waits while the bus is unavailable.
+        """Append statuses, after which the feed is complete up to ledger entry ``seq``; wait while the bus is
+        unavailable.
 
         Raises:
             StreamFull: the stream is full; only some statuses may be stored.

@@ -1,4 +1,4 @@
-"""Settles episodes: from their turns and feedback to trajectories, or to the reasons why nothing is trained. Pure.
+"""Settles episodes: derives trajectories from turns and feedback, or the reasons why nothing is trained. Pure.
 
 Life cycle of an episode, whether the gateway served it or a client posted it::
 
@@ -113,7 +113,7 @@ ROUNDING_S = 1.0
 REASONS = (*sorted(MASKED), "invalid", "feedback", "default", "credit")
 """Reasons of turns, in order of precedence: a trajectory gets the first one that any of its turns has."""
 SINGLE_TURN = TurnTree((ROOT,), (False,))
-"""Tree of a single turn."""
+"""Turn tree of an episode that has only one turn."""
 
 T = TypeVar("T", Trajectory, OffPolicyExample)
 
@@ -165,7 +165,7 @@ class ServedEpisode:
     due: float = field(default=0.0, init=False)
     """Time at which an undecided episode is checked again; infinity if only new data can change its outcome."""
     _tree: tuple[tuple[int, ...], TurnTree] = field(default=((), TurnTree((), ())), init=False, repr=False)
-    """Sequences of the turns, and the tree built for them."""
+    """Cache: the message sequences of the turns, and the turn tree that was built for these sequences."""
 
     @property
     def asker(self) -> str:
@@ -174,17 +174,17 @@ class ServedEpisode:
 
     @property
     def users(self) -> set[str]:
-        """Pseudonyms (HMAC) of its users."""
+        """Pseudonyms (HMAC) of the episode's users."""
         return {turn.interaction.user for turn in self.turns}
 
     @property
     def last_active(self) -> float:
-        """When the newest answer ended."""
+        """Time at which the newest answer ended."""
         return max((turn.interaction.ended for turn in self.turns), default=0.0)
 
     @property
     def started(self) -> float:
-        """When the first request arrived."""
+        """Time at which the first request arrived."""
         return min((turn.interaction.started for turn in self.turns), default=0.0)
 
     @property
@@ -198,7 +198,8 @@ class ServedEpisode:
         self.turns.sort(key=lambda one: (one.interaction.started, one.interaction.id))
 
     def complete(self, seq: int, interaction: Interaction) -> bool:
-        """Replace an answer recorded at a disconnect by the complete one; return False if there is none to replace."""
+        """Replace a turn's answer, recorded when its client disconnected, by the complete answer; return False without
+        such a turn."""
         for turn in self.turns:
             if turn.interaction.id == interaction.id and turn.interaction.finish == DISCONNECTED != interaction.finish:
                 turn.seq, turn.interaction, turn.refusal = seq, interaction, None
@@ -206,7 +207,8 @@ class ServedEpisode:
         return False
 
     def holder(self, name: str) -> tuple[dict[str, FeedbackItem], str]:
-        """Return the dictionary with the feedback on a target, and the API key that received the target's answer.
+        """Return the dictionary of the feedback on the target ``name``, and the API key that received the target's
+        answer.
 
         The target is the turn with the canonical id ``name``, or the whole episode if no turn has it.
         """
@@ -216,7 +218,7 @@ class ServedEpisode:
         return self.items, self.asker
 
     def settle(self, job: OnlineJob, *, version: int, now: float) -> EpisodeOutcome[Trajectory] | None:
-        """Return the outcome, or None while feedback, turns or a policy version are still awaited.
+        """Return the outcome of the episode, or None while feedback, turns or a policy version are still awaited.
 
         If the episode timed out without a trajectory, facts that arrived later do not change the outcome. So a new
         leader, which reads all facts at once, gets the same outcome as the leader at the time of the timeout.
@@ -276,7 +278,7 @@ class ServedEpisode:
 
     @property
     def tree(self) -> TurnTree:
-        """Tree of its turns; cached until the turns change."""
+        """Turn tree of the episode; cached until the turns change."""
         if len(self.turns) == 1:
             return SINGLE_TURN
         seqs = tuple(turn.seq for turn in self.turns)
@@ -286,7 +288,7 @@ class ServedEpisode:
         return self._tree[1]
 
     def _rated(self, feedback_by_turn: Sequence[Sequence[Feedback]], job: OnlineJob) -> list[bool]:
-        """Return for each turn whether its conversation, or the whole episode, has feedback."""
+        """Return one flag per turn: True if its conversation, or the episode as a whole, has feedback."""
         if not any(feedback_by_turn):
             return [False] * len(self.turns)
         counted = [counted_feedback(items, job.online) for items in feedback_by_turn]
@@ -294,7 +296,8 @@ class ServedEpisode:
         return self.tree.rated([bool(on_turn) for on_turn in counted], whole=whole)
 
     def _is_closed(self, job: OnlineJob) -> bool:
-        """Return True if feedback ended the episode: with `final`, or with every metric of the whole episode."""
+        """Return True if feedback ended the episode: an item is `final`, or every metric of level `episode` has an
+        item."""
         found = [item.feedback for item in self._all_feedback()]
         if not found or any(feedback.final for feedback in found):
             return bool(found)
@@ -305,7 +308,7 @@ class ServedEpisode:
         return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
 
     def _feedback_on(self, place: int, job: OnlineJob) -> list[Feedback]:
-        """Return the feedback on one turn.
+        """Return the items of feedback that count for the turn at ``place``.
 
         Feedback on the episode goes to the turn whose number it gives, or else to the last turn.
         """
@@ -317,7 +320,8 @@ class ServedEpisode:
         ]
 
     def _target(self, feedback: Feedback, job: OnlineJob) -> int:
-        """Return the position of the turn whose number an item on the episode gives, or else of the last turn."""
+        """Return the position of the turn to which feedback on the episode goes: the one that it numbers, or else the
+        last."""
         is_numbered = 0 <= feedback.turn < len(self.turns) and not _is_of_whole(feedback, job)
         return feedback.turn if is_numbered else len(self.turns) - 1
 
@@ -363,7 +367,7 @@ class ServedEpisode:
     def _rewards(
         self, job: OnlineJob, feedback_by_turn: Sequence[Sequence[Feedback]], decisions: Sequence[Decision]
     ) -> list[float]:
-        """Return the reward of each turn; the end of every branch also gets the reward of the whole episode."""
+        """Return the reward of each turn; the last turn of every branch also gets the reward of the whole episode."""
         rewards, whole = [decision.reward for decision in decisions], reward_of_whole(feedback_by_turn[-1], job)
         last = len(rewards) - 1
         for place in branch_ends(self.tree.parents) - {last}:  # the last turn has the episode's reward already
@@ -372,12 +376,12 @@ class ServedEpisode:
         return rewards
 
     def _owners(self, places: Sequence[int], job: OnlineJob) -> Owners:
-        """Return the owners of a trajectory of these turns."""
+        """Return the owners of the trajectory that the turns at ``places`` form."""
         judges = _judging_keys(self._feedback_reaching(places[0], job), job)
         return owners_of_turns([self.turns[place] for place in places], judges)
 
     def _feedback_reaching(self, place: int, job: OnlineJob) -> list[FeedbackItem]:
-        """Return the feedback that counts for a turn by credit.
+        """Return all feedback that affects the return of the turn at ``place``.
 
         This is feedback on the turn, on its descendants, on the whole episode, or on the turn of its conversation
         whose number the feedback gives.
@@ -396,13 +400,13 @@ def _is_of_whole(feedback: Feedback, job: OnlineJob) -> bool:
 
 
 def _judging_keys(items: Iterable[FeedbackItem], job: OnlineJob) -> tuple[str, ...]:
-    """Return the API keys whose feedback counts."""
+    """Return the API keys whose items of feedback count for a reward."""
     counting = (one.feedback for one in items if level_of(one.feedback, job.online) and one.feedback.weight > 0)
     return tuple(sorted({item.key_id for item in counting}))
 
 
 def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Collection[str]) -> str:
-    """Return the reason of a trajectory whose turns have these returns.
+    """Return the reason of a trajectory, given the decisions on its turns and the returns of its turns (``values``).
 
     `invalid` is only returned without feedback, or if every return is the reward of an invalid turn alone. Otherwise an
     invalid turn would hide that a new source contributed to the return.
@@ -418,7 +422,7 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
 
 
 def _unfinished(decision: Decision) -> Decision:
-    """Return the decision on a turn of an episode that no client ended.
+    """Adapt the decision on a turn, because no client ended the turn's episode.
 
     A turn for the policy loss is masked, a turn for imitation is rejected.
     """
@@ -430,7 +434,7 @@ def _unfinished(decision: Decision) -> Decision:
 
 
 def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
-    """Reject a turn for imitation if its return is too low."""
+    """Return the decision on a turn; a turn that imitation would train is rejected if its return is too low."""
     off_policy = job.online.off_policy
     if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
         return decision
@@ -441,12 +445,12 @@ def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
 
 @dataclass(slots=True)
 class PostedEpisode:
-    """Undecided turns of a posted episode by item id; ``key`` is the episode's name, scoped to its API key."""
+    """Undecided turns of a posted episode, by item id; ``key`` consists of the API key and the name of the episode."""
 
     key: str
     turns: dict[str, PostedTurn] = field(default_factory=dict)
     due: float = math.inf
-    """While a turn may still arrive: the time at which the episode times out; otherwise infinity."""
+    """Time at which the episode times out while a turn may still arrive; infinity otherwise."""
     _credit: _EpisodeCredit | None = None
 
     @property
@@ -488,7 +492,7 @@ class PostedEpisode:
         return found
 
     def credit(self, job: OnlineJob) -> _EpisodeCredit:
-        """Return the tree and the returns of its turns; cached until the turns change."""
+        """Return the turn tree of the episode and the returns of its turns; cached until the turns change."""
         turns = self.ordered
         if self._credit is None or self._credit.orders != [turn.order for turn in turns]:
             self._credit = _credit_of(turns, job)
@@ -530,7 +534,8 @@ class PostedEpisode:
     def trajectories(
         self, job: OnlineJob, taken: Mapping[int, Decision], owners: Callable[[Sequence[int]], Owners] | None = None
     ) -> list[tuple[list[int], float]]:
-        """Form trajectories of turns ``taken``; return ``(positions, weight)`` of each, like ``form_trajectories``."""
+        """Form trajectories from the turns at the positions ``taken``; return ``(positions, weight)`` of each
+        trajectory."""
         turns, credit = self.ordered, self.credit(job)
         kinds = {}
         for place, one in taken.items():
@@ -546,14 +551,14 @@ class _EpisodeCredit:
     """Tree and returns of a posted episode; ``rated`` is True for each turn whose return includes feedback."""
 
     orders: list[tuple[int, float, int]]
-    """Sort keys (``PostedTurn.order``) of the turns for which this was computed."""
+    """Sort keys (``PostedTurn.order``) of the turns from which tree and returns were computed."""
     tree: TurnTree
     values: list[float]
     rated: list[bool]
 
 
 def _credit_of(turns: Sequence[PostedTurn], job: OnlineJob) -> _EpisodeCredit:
-    """Compute returns along the branches; the reward of the whole episode counts at the end of each branch."""
+    """Compute the returns of a posted episode; the reward of the whole episode goes to the last turn of each branch."""
     tree, of_turn = turn_tree([turn.tokens for turn in turns]), job.online.of_level("interaction")
     of_whole = {name: metric for name, metric in job.online.of_level("episode").items() if name not in of_turn}
     rewards_of_whole = {name: value for turn in turns for name, value in turn.facts.rewards.items() if name in of_whole}

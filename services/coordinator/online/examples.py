@@ -1,4 +1,5 @@
-"""Defines off-policy examples, which are feedback that can itself be trained on, and their quota by API key. Pure."""
+"""Defines off-policy examples, the items of feedback that are trained on, and the quota of each API key for them.
+Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +32,14 @@ MAX_PER_KEY = 10_000
 MAX_BYTES = 1 << 30
 """Maximum size of the stream FEEDBACK (bytes) that is assumed until the leader has read the actual one."""
 SHARE_OF_KEY, SHARE_OF_ALL = 1 / 8, 1 / 2
-"""Maximum shares of the stream's size for the undecided examples of one key, and of all keys."""
+"""Maximum shares of the size of FEEDBACK that the undecided examples of one API key, and of all keys together, may
+take."""
 
 
 @dataclass(frozen=True, slots=True)
 class InteractionRecord:
-    """Facts about a served interaction that an example refers to; ``seq`` is the sequence of its message."""
+    """Facts about a served interaction to which an example refers; ``seq`` is the sequence of the interaction's
+    message."""
 
     seq: int
     key_id: str
@@ -73,7 +76,7 @@ class OffPolicyExample:
     reason: str
     reward: float
     users: tuple[str, ...]
-    """Pseudonyms of all users whose conversations the example uses, the one of the preferred answer first."""
+    """Pseudonyms of all users whose conversations the example uses; the user of the preferred answer comes first."""
     context: Mapping[str, int] = field(default_factory=dict)
     askers: tuple[str, ...] = ()
     version: int | None = None
@@ -81,7 +84,8 @@ class OffPolicyExample:
     group: str = ""
     """Name shared by the examples that answer the same task."""
     episode: str = ""
-    """Key of the posted episode that the turns ``item`` and ``later`` belong to, or ''.
+    """Key of the posted episode whose turns ``item`` and ``later`` are, or '' for an example that is no turn of an
+    episode.
 
     The leader admits all examples of an episode together; ``untrained`` has turns that only count by credit.
     """
@@ -138,18 +142,20 @@ def posted_example(
 
 
 def _sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
-    """Return the version that counts as the sampler of an answer; None if the loss, known by ``reason``, needs none."""
+    """Return the version that counts as the sampler of a posted answer, or None if the rule ``reason`` needs no
+    version."""
     return facts.version if reason in AS_SAMPLED else policy.newest if reason == "assumed" else None
 
 
 def text_preference(item: FeedbackItem) -> OffPolicyExample:
-    """Build the example of a preference between two texts; a worker tokenizes them and rejects unusable ones."""
+    """Build the example of a preference between two posted texts, which a worker tokenizes (and may reject) later."""
     feedback = item.feedback
     return OffPolicyExample(item, "preference", TEXTS, float(feedback.body.get("strength", 1.0)), (feedback.user,))
 
 
 def targets_of(item: Feedback) -> list[str]:
-    """Return the served interactions that an item refers to, the preferred one first; none for posted texts."""
+    """Return the ids of the served interactions that an item refers to, the preferred answer first; [] if there are
+    none."""
     if item.kind == "interaction" or (item.kind == "preference" and not item.inference):
         return []
     if item.kind == "preference":
@@ -170,7 +176,7 @@ class KeyQuota:
         self._keys_of: dict[str, str] = {}
         self._nbytes: dict[str, int] = {}
         self.nbytes = 0
-        """Bytes of all examples."""
+        """Total bytes of all counted examples."""
 
     def add(self, key_id: str, name: str, nbytes: int) -> None:
         """Count an example."""
@@ -220,7 +226,8 @@ class KeyQuota:
 
 
 def _oldest(items: dict[str, int], count: int, nbytes: float) -> list[str]:
-    """Return the oldest ids of ``items`` (id -> bytes): at least ``count`` ids and ``nbytes``, never the newest."""
+    """Return the oldest ids of ``items`` (id -> bytes), enough for ``count`` ids and ``nbytes`` bytes, but never the
+    newest."""
     found: list[str] = []
     for name, size in islice(items.items(), max(0, len(items) - 1)):
         if count <= 0 and nbytes <= 0:

@@ -1,4 +1,4 @@
-"""Limits the shares of owners, and weighs new sources of feedback. Pure.
+"""Limits the shares of a batch that API keys and users may have, and weighs new sources of feedback. Pure.
 
 A share is the part of a batch, or of the draws in flight, that one API key or user may have. The weight of a new source
 depends on its agreement with the job's reference keys.
@@ -38,13 +38,15 @@ __all__ = [
 ]
 
 WITHOUT_SOURCE = ("default", "invalid")
-"""Reasons of rewards that contain no feedback, so that no source of feedback determined them."""
+"""Reasons of rewards that no source of feedback determined: the default of a metric, or the reward of an invalid
+answer."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
-    """Return ``(source, its reward, mean reward of the reference keys)`` for each metric and target that both judged.
+    """Return ``(source, its reward, mean reward of the reference keys)`` for each judgment that can be compared.
 
-    Only the newest item of each key counts.
+    A source's judgment can be compared if reference keys judged the same metric of the same target. Only the newest
+    item of each key counts.
     """
     config = job.online.new_sources
     if config is None:
@@ -64,7 +66,8 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
 
 
 def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence[str], reason: str) -> float:
-    """Return the factor of a trajectory's advantages: 0 if the trajectory is masked, below 1 if a judge is new.
+    """Return the factor for the advantages of a trajectory: 0 if its tokens are masked, `new_sources.weight` if a
+    judging API key is new, otherwise 1.
 
     One new judge suffices, because each judge contributes to the reward.
     """
@@ -84,7 +87,8 @@ def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence
 def flaws_of_weights(
     entries: Iterable[Iterable[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> list[str]:
-    """Describe admissions whose weight does not follow from earlier feedback, and groups not weighted as admitted."""
+    """Describe admissions whose weight does not follow from earlier feedback, and groups whose weight differs from that
+    of their admission."""
     flaws: list[str] = []
     agreements: dict[str, Paired] = {}
     admissions: dict[int, Admission] = {}
@@ -110,7 +114,7 @@ OVER_SHARE = "over_share"
 
 
 class Owners(NamedTuple):
-    """Keys and users behind a trajectory.
+    """API keys and users that own a trajectory, so that it counts towards their shares.
 
     ``judges`` are the API keys whose feedback determines the reward. Without feedback they are the keys that sent the
     requests, because the reward then follows from the absence of their feedback. ``askers`` are the keys that received
@@ -139,7 +143,8 @@ def share_limits(online: OnlineConfig) -> tuple[float, float, float]:
 
 
 class OwnerShares:
-    """Counts trajectories by owner, and accepts none that would exceed an owner's share of ``size``.
+    """Counts trajectories by owner, and refuses a trajectory that would exceed an owner's share of ``size``
+    trajectories.
 
     Args:
         least: number of trajectories that every owner may have, however small the share is.
@@ -218,7 +223,8 @@ def max_auxiliary_in_flight(job: OnlineJob) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InFlightBounds:
-    """Limits of each owner's draws in flight: one for all draws, one for auxiliary losses (not the policy loss).
+    """Limits for the draws in flight of each owner: one limit for all draws, and one for draws of auxiliary losses (all
+    but the policy loss).
 
     Every owner may have one auxiliary draw: an update takes so few that an owner's share of them may be below one.
     """
@@ -267,11 +273,11 @@ def within_bounds(
     join: Callable[[Collection[int]], list[list[int]]],
     owners: Callable[[Sequence[int]], tuple[Owners, Objective]],
 ) -> list[list[int]]:
-    """Return the trajectories of an episode, each as the positions of its turns, that its owners may have in flight
-    if they have no other draws in flight. Earlier trajectories have priority.
+    """Return those trajectories of an episode (each as the positions of its turns) that may be in flight together.
 
-    The returned trajectories are admitted together. More of them would never fit: no batch may exceed an owner's share,
-    and the policy loss cannot train trajectories that are older than the batches in flight.
+    Owners are assumed to have no other draws in flight; earlier trajectories have priority. More trajectories would
+    never fit: no batch may exceed an owner's share, and the policy loss cannot train trajectories that are older than
+    the batches in flight.
 
     Args:
         places: positions in the episode of the turns that can be trained on.

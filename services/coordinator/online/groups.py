@@ -51,7 +51,8 @@ def group_of(
     objective: Objective = "policy",
     temperature: float | None = None,
 ) -> Group:
-    """Build one trajectory from turns: the first prompt, then sampled tokens and, masked, the context between them.
+    """Build a group of one trajectory: the first prompt, the answers of all turns, and masked context tokens between
+    them.
 
     Context tokens get the first version of the next turn, whose prompt contains them. Their log-probs are 0 and unused.
     The attempt follows from the draw, so every leader makes the same group.
@@ -99,7 +100,8 @@ def group_of(
 
 
 def _transcripts(turns: Sequence[Interaction]) -> dict[str, list[str]]:
-    """Return an entry for ``meta`` with the text after the first prompt; {} for one turn, or without stored prompts."""
+    """Return an entry for ``meta`` with all text after the first prompt; {} if there is one turn or no prompt is
+    stored."""
     first, last = turns[0].prompt, turns[-1]
     if len(turns) == 1 or not first or not last.prompt.startswith(first):
         return {}
@@ -180,7 +182,8 @@ class Unusable(Exception):  # noqa: N818
 
 
 class GroupMaker:
-    """Makes groups one after another, outside of the leader's decisions, because workers may be unavailable.
+    """Makes groups of off-policy examples one after another, in a task of its own, so that no decision waits for a
+    worker.
 
     Args:
         publish: stores a group durably.
@@ -194,7 +197,7 @@ class GroupMaker:
         self._pending: set[Draw] = set()
 
     def request(self, draw: Draw, admission: Admission, temperature: float) -> None:
-        """Request a group, trained at ``temperature`` unless the example names its own. Safe to repeat."""
+        """Request the group of a draw, trained at ``temperature`` unless the example has its own. Safe to repeat."""
         if draw not in self._pending:
             self._pending.add(draw)
             self._requests.put_nowait((draw, admission, temperature))
@@ -344,7 +347,7 @@ class GroupMaker:
         return reply
 
     async def _items(self, admission: Admission) -> list[Feedback]:
-        """Return the items of an admission: one item, or the turns of a posted episode."""
+        """Read the items of feedback that an admission trains on: one item, or the turns of a posted trajectory."""
         seqs = {name: admission.feedback[name] for name in admission.origin[1:]} or admission.feedback
         found = await self._bus.get_whole(subjects.FEEDBACK, sorted(set(seqs.values())))
         items = []

@@ -68,7 +68,7 @@ TOO_MANY_WAITING, JOB_ENDED, ERASED, TOO_MANY_UNMATCHED = (
 MAX_WAITING = 50_000
 """Maximum number of undecided episodes; above this the leader rejects some."""
 RELIEF = 0.75
-"""Once the episodes exceed a limit, the leader drops them down to this share of it, so that drops are rare."""
+"""Share of a limit to which the leader reduces a number of episodes above the limit, so that drops are rare."""
 
 
 class Matching:
@@ -89,8 +89,8 @@ class Matching:
             RefusedInteractions(),
             PendingRetractions(),
         )
-        """Feedback without a known target; interactions that are never trained; retractions that arrived before their
-        item."""
+        """Three collections: feedback whose target is unknown, interactions that are never trained, and retractions
+        that arrived before the item they retract."""
         self._episode_keys: dict[str, str] = {}
         """Id of an undecided interaction, or of its episode -> key of the episode in ``episodes``."""
         self._undecided = UndecidedFeedback()
@@ -104,23 +104,23 @@ class Matching:
         self.final = FinalStatuses()
         self._changed_names: dict[str, None] = {}
         self._swept_version = -1
-        """Policy version of the newest full sweep."""
+        """Policy version at the newest full sweep, a sweep that also settles episodes without new data."""
         self._settled_between_sweeps: set[str] = set()
-        """Episodes that were settled after the newest full sweep, for another version than ``_swept_version``."""
+        """Keys of episodes settled since the newest full sweep for a version other than ``_swept_version``."""
         self._next = (1, 1)
         self.num_waiting = 0
         """Number of undecided interactions."""
         self._num_started = 0
-        """Number of episodes so far; orders episodes by their start."""
+        """Number of episodes started so far; gives each episode its place in the order of their starts."""
         self._by_version: dict[int, dict[str, None]] = {}
-        """Version -> episodes whose outcome may change once updates start from this version, because a token is then
-        too old, or no longer newer than the policy in the ledger."""
+        """Version -> episodes whose outcome may change once updates start from this version, because a token becomes
+        too old, or stops being newer than the policy in the ledger."""
         self._turn_seqs = LazyHeap[str](self._is_turn_at, lambda: self.num_waiting)
         """Sequences of undecided interactions, by episode."""
         self._due_times = LazyHeap[str](self._is_due_at, lambda: len(self.episodes))
         self._received_times = LazyHeap[str](self._is_expiring, self._undecided.items.__len__)
-        """``_due_times``: when episodes change without a new fact. ``_received_times``: when items were received that
-        lack their target or a record."""
+        """``_due_times``: times at which episodes change without new data. ``_received_times``: arrival times of items
+        whose target or record is missing."""
 
     def restore(self, state: LedgerState) -> None:
         """Restore the decisions that the ledger names."""
@@ -130,7 +130,7 @@ class Matching:
     # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Return for each stream the sequence below which all but the episodes and items ``without`` is decided."""
+        """Return, for each stream, the sequence below which all is decided; ``without`` counts as decided."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
         interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
@@ -141,11 +141,11 @@ class Matching:
         )
 
     def undecided_feedback(self, seq: int) -> list[str]:
-        """Return the feedback up to this sequence that has no final status."""
+        """Return the ids of all feedback without a final status in messages up to the sequence ``seq``."""
         return [name for name, item in self._undecided.items.items() if item.seq <= seq]
 
     def has_feedback(self, item: str) -> bool:
-        """Return True if an item is undecided here or has a final status."""
+        """Return True if an item of feedback is held here as undecided, or has a final status."""
         return item in self._undecided.items or item in self.final.feedback
 
     def end_times(self, admissions: Iterable[Admission]) -> list[float]:
@@ -224,7 +224,7 @@ class Matching:
         return self._attach(FeedbackItem(seq, bare), now)
 
     def _refusal(self, item: Feedback) -> str:
-        """Return why an item is rejected at once, or ''."""
+        """Return the reason to reject an item of feedback as soon as it arrives, or '' if there is none."""
         if item.kind == "metric" and (metric := self._metrics.get(item.metric)) is not None:
             is_erased = self.final.targets.get(item.inference) == ERASED
             return "out_of_range" if is_far_off(item.value, metric) else ERASED if is_erased else ""
@@ -233,7 +233,7 @@ class Matching:
         return ERASED if ERASED in map(self.final.targets.get, targets_of(item)) else ""
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[FeedbackStatus]:
-        """Remove the data that a user's deletion names; reject other feedback on this data, and return its statuses."""
+        """Remove the data that a user's deletion names, and reject other feedback on this data; return the statuses."""
         statuses: list[FeedbackStatus] = []
         for name in map(canonical_id, erasure.feedback):
             self._end_feedback(name, ERASED)
@@ -247,7 +247,7 @@ class Matching:
         )
 
     def _erase(self, key: str, name: str, now: float) -> list[FeedbackStatus]:
-        """Remove the turn ``name`` from the episode ``key``, and discard an episode that has no turn left."""
+        """Remove turn ``name`` from episode ``key``, and reject its feedback; discard an episode without turns."""
         episode = self.episodes[key]
         gone = [turn for turn in episode.turns if canonical_id(turn.interaction.id) == name]
         left = [turn for turn in episode.turns if turn not in gone]
@@ -264,7 +264,7 @@ class Matching:
 
     @property
     def num_changed(self) -> int:
-        """Number of episodes and items that changed since they were settled."""
+        """Number of episodes and items that changed since they were last settled."""
         return len(self._changed_names)
 
     def sweep(
@@ -299,7 +299,7 @@ class Matching:
         return statuses + (self._expire(now) + self._shed_load(now) if everything else [])
 
     def on_admitted(self, admissions: Iterable[Admission]) -> None:
-        """Mark the episodes of these admissions as decided, because the ledger records them."""
+        """Mark the episodes and items of ``admissions`` as decided, because the ledger now records the admissions."""
         for admission in admissions:
             keys = {self._episode_keys.pop(name) for name in admission.interactions if name in self._episode_keys}
             self.examples.on_admitted(admission)
@@ -324,7 +324,7 @@ class Matching:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _add_example(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Add an item that is an off-policy example itself."""
+        """Add an off-policy example; return its status, and those of older examples that exceed its key's quota."""
         self._undecided.add(self.examples.add(seq, item))
         if self.examples.missing_records(item):
             self._received_times.put(item.received, item.id)
@@ -351,7 +351,10 @@ class Matching:
     def _attach_to_turn(
         self, item: FeedbackItem, key: str, holder: dict[str, FeedbackItem], asker: str, now: float
     ) -> list[FeedbackStatus]:
-        """Attach an item to its target: add it to ``holder``. The key ``asker`` received the target's answer."""
+        """Add an item to ``holder``, the feedback on its target; reject the item if its key may not judge the target.
+
+        ``asker`` is the API key that received the target's answer.
+        """
         name = item.feedback.id
         if self.job.online.raters == "same_key" and item.feedback.key_id != asker:
             return self._close_feedback(name, "rejected", "other_key", now)
@@ -389,7 +392,7 @@ class Matching:
     def _attach_unmatched(
         self, target: str, key: str, holder: dict[str, FeedbackItem], interaction: Interaction
     ) -> list[FeedbackStatus]:
-        """Attach the feedback that waited for a target, unless it expired before the target arrived."""
+        """Attach the feedback that waited for ``target``; an item expires if its wait ended before the target came."""
         statuses: list[FeedbackStatus] = []
         for item in self.unmatched.pop(target).values():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
@@ -400,7 +403,7 @@ class Matching:
         return statuses
 
     def _exclude_turn(self, name: str, reason: str, interaction: Interaction) -> list[FeedbackStatus]:
-        """Refuse a turn that its episode cannot take, and reject the feedback that waited for it."""
+        """Refuse a turn whose episode is over or full, and reject the feedback that waited for the turn."""
         self._mark_decided(name, reason)
         self.refused_interactions.add({name: reason}, interaction.ended)
         return self.reject(self.unmatched.pop(name), reason, interaction.ended)
@@ -417,7 +420,7 @@ class Matching:
         return [*self._close_feedback(name, "retracted", f"by {item.id}", now), *statuses]
 
     def _changed_without_facts(self, version: int, now: float) -> set[str]:
-        """Return the unchanged episodes to settle again, because the policy, the time or a user's consent changed."""
+        """Return episodes to settle again although no data came: the policy, time or a user's consent changed."""
         low, high = sorted((self._swept_version, version))
         found = {name for at, names in self._by_version.items() if low < at <= high for name in names}
         found = (found | self._settled_between_sweeps) & self.episodes.keys()
@@ -429,7 +432,7 @@ class Matching:
         return found | {key for key in self.ready if any(map(self._opted_out, self.episodes[key].users))}
 
     def _index_turn(self, key: str, seq: int, interaction: Interaction) -> None:
-        """Index an episode by the sequence and versions of one of its records."""
+        """Index an episode by the sequence of a turn, and by the versions that may change the episode's outcome."""
         self._turn_seqs.put(seq, key)
         for version in self._versions(interaction):
             self._by_version.setdefault(version, {})[key] = None
@@ -446,7 +449,7 @@ class Matching:
         return key in self.episodes and key not in self.ready and self.episodes[key].due == due
 
     def _is_expiring(self, received: float, name: str) -> bool:
-        """Return True if item ``name`` with time ``received`` still lacks its target or a record that it refers to."""
+        """Return True if item ``name``, received at ``received``, still lacks its target or a record that it needs."""
         item = self._undecided.items.get(name)
         if item is None or item.feedback.received != received or name in self._holders:
             return False
@@ -472,7 +475,7 @@ class Matching:
     def _refuse(
         self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None
     ) -> list[FeedbackStatus]:
-        """Refuse an episode for ``reason``; turns in ``reasons``, by canonical id, have a reason of their own."""
+        """Refuse an episode and its feedback for ``reason``; turns in ``reasons`` (by id) have their own reason."""
         episode = self.episodes[key]
         reason_of_turn = same_reason(episode.turns, reason) | dict(reasons or {})
         self.refused_interactions.add(reason_of_turn, now)
@@ -490,7 +493,7 @@ class Matching:
         return statuses
 
     def _shed_load(self, now: float) -> list[FeedbackStatus]:
-        """Refuse episodes that cannot be trained in time, or that exceed the memory limit."""
+        """Refuse episodes if more are ready than can be trained in time, or if more are held than memory allows."""
         statuses: list[FeedbackStatus] = []
         most = max_ready(self.job.max_draws)
         if len(self.ready) > most:
@@ -519,7 +522,7 @@ class Matching:
     def _close_feedback(
         self, name: str, status: StatusName, reason: str, now: float, seq: int = 0
     ) -> list[FeedbackStatus]:
-        """Give an item that was not admitted its final status; pass ``seq`` for an item that is not held here."""
+        """Give an item of feedback that was not admitted its final status; pass ``seq`` if the item was never held."""
         self._end_feedback(name, status, seq)
         return [feedback_status(name, status, reason, now)]
 
@@ -534,7 +537,7 @@ class Matching:
         self._changed_names[key] = None
 
     def _discard_episode(self, key: str, reason: str) -> None:
-        """Remove an episode, and mark all of its names as decided."""
+        """Remove an episode, and mark its key, its id and the ids of its turns as decided."""
         episode = self.episodes.pop(key, None)
         self.ready.pop(key, None)
         for turn in episode.turns if episode is not None else []:
@@ -572,12 +575,12 @@ def _compact(interaction: Interaction) -> Interaction:
 
 
 def max_ready(max_draws: int) -> int:
-    """Return the maximum number of ready episodes; with more, some become too old before they are trained."""
+    """Return the maximum number of ready episodes; more would become too old before they are trained."""
     return max(256, 4 * max_draws)
 
 
 def overload_victims(waiting: Iterable[tuple[str, str]], most: int) -> list[str]:
-    """Return the names to drop from ``waiting`` (owner and name, oldest first) if there are more than ``most``.
+    """Return the names to drop if ``waiting`` (pairs of owner and name, oldest first) has more than ``most`` pairs.
 
     They are the oldest names of the owner with the most names. One call drops at most as many as this owner has more
     than the next one, or a quarter of its names if that is more.

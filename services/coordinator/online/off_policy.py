@@ -44,15 +44,15 @@ MAX_CLOSED = 100_000
 """Maximum number of closed posted episodes that a leader keeps in memory."""
 COMMENT, DEMONSTRATION = "comment", "demonstration"
 EXAMPLES = frozenset({"interaction", "preference", "correction"})
-"""Kinds of feedback that are examples; metrics named `demonstration` are examples, too."""
+"""Kinds of feedback that are examples; items of the metric `demonstration` are examples, too."""
 EMPTY_BODY: dict[str, Any] = {}
-"""Shared body of items without one; never modified."""
+"""Empty dictionary that all items without a body or tags share; never modified."""
 MAX_RECHECKS = 4_000
-"""Posted interactions and episodes that one sweep settles again after the policy changed, oldest first."""
+"""Maximum number of posted interactions that one sweep settles again after a change of the policy, oldest first."""
 
 
 class ClosedEpisodes:
-    """Keys of decided posted episodes, by which a late turn is recognized, so that it begins no new episode."""
+    """Digests of the keys of decided posted episodes, so that a late turn does not begin a new episode."""
 
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, None] = OrderedDict()
@@ -62,26 +62,26 @@ class ClosedEpisodes:
         return episode_digest(episode) in self._digests
 
     def add(self, episode: str) -> None:
-        """Close an episode of which nothing is trained; the ledger must record it."""
+        """Add an episode that ended without training and that the ledger does not record yet."""
         digest = episode_digest(episode)
         self._unrecorded.append(digest)
         self.restore([digest])
 
     def restore(self, digests: Iterable[bytes]) -> None:
-        """Add episodes that the ledger records."""
+        """Add episodes that the ledger records, given by their digests."""
         for digest in digests:
             self._digests[digest] = None
             if len(self._digests) > MAX_CLOSED:
                 self._digests.popitem(last=False)
 
     def drain(self) -> list[bytes]:
-        """Return the digests that the ledger does not record yet, and clear them."""
+        """Return the digests of episodes that the ledger does not record yet, and clear the list of them."""
         found, self._unrecorded = self._unrecorded, []
         return found
 
 
 class OffPolicyExamples:
-    """Undecided examples of one job.
+    """Holds the undecided off-policy examples of one job, and finds those that can be admitted.
 
     Attributes:
         items: examples by id; their bodies stay in the stream.
@@ -104,19 +104,19 @@ class OffPolicyExamples:
         self.temperature = job.sampling.temperature
         """Current sampling temperature of the job."""
         self._missing: set[str] = set()
-        """Interactions whose record is missing, and to which examples refer or have referred since the newest sweep."""
+        """Interactions whose record is unknown, and to which examples refer or have referred since the newest sweep."""
         self._by_target: dict[str, dict[str, None]] = {}
-        """Interaction -> examples that refer to it, in their order."""
+        """Interaction -> examples that refer to it, in the order of their arrival."""
         self._unreferenced: set[str] = set()
         """Interactions that no example refers to; the next sweep drops their records."""
         self._changed_items: dict[str, None] = {}
-        """Examples that the next full sweep settles again, for example because a record arrived."""
+        """Examples that the next sweep of all examples settles again, for instance because a record arrived."""
         self._settled_for: PolicyState | None = None
-        """State of the policy at the newest full sweep."""
+        """State of the policy at the newest sweep of all examples."""
         self._to_recheck: list[tuple[int, str]] = []
         """Posted interactions to settle again after a policy change: ``(order of arrival, id)``, the oldest last."""
         self._due = LazyHeap(self._is_due_at, lambda: len(self._episodes))
-        """Times at which posted episodes close without a further turn."""
+        """Times at which posted episodes end if no further turn arrives."""
         self._order: dict[str, int] = {}
         self._num_added = 0
         """Number of examples so far; orders examples by arrival."""
@@ -125,14 +125,14 @@ class OffPolicyExamples:
         """``_queue`` is a heap of ready examples by sequence; readers skip entries that are no longer ready."""
         self._consenting: dict[str, tuple[str, ...]] = {}
         self._users: Counter[str] = Counter()
-        """Number of ready examples and complete episodes that depend on each user's consent."""
+        """User -> number of ready examples and complete episodes that depend on the user's consent."""
         self.quota = KeyQuota()
         self._facts: dict[str, PostedFacts] = {}
         self._episodes: dict[str, PostedEpisode] = {}
         self._episode_keys: dict[str, str] = {}
         """Item -> the posted episode that it is a turn of."""
         self._parts: dict[str, list[str]] = {}
-        """Posted episode -> ids under which its trajectories are ready."""
+        """Posted episode -> ids of the ready examples that are its trajectories."""
         self.closed = ClosedEpisodes()
         """Decided posted episodes."""
 
@@ -141,7 +141,8 @@ class OffPolicyExamples:
         return (item.kind in EXAMPLES or item.metric == DEMONSTRATION) and not self.refusal(item)
 
     def refusal(self, item: Feedback) -> str:
-        """Return why an item is neither a reward nor an example that this job uses, or ''."""
+        """Return the reason why the job uses an item neither as a reward nor as an example, or '' if it uses the
+        item."""
         name, unused = (item.metric, self._unused_metrics) if item.kind == "metric" else (item.kind, self._unused_kinds)
         return f"{name}_is_no_reward" if name in unused else ""
 
@@ -191,7 +192,7 @@ class OffPolicyExamples:
         return self.examples_about([name])
 
     def add_record(self, name: str, record: InteractionRecord) -> None:
-        """Add the record of an interaction that an example refers to, or is about to."""
+        """Add the record of an interaction to which an example refers, or to which a new example will refer."""
         self.records[name] = record
         self._missing.discard(name)
         self._changed_items.update(self._by_target.get(name, {}))
@@ -216,7 +217,8 @@ class OffPolicyExamples:
                 self._unreferenced.add(target)
 
     def episode_key(self, item: Feedback) -> str:
-        """Return API key id and name of the posted episode that an item is a turn of; '' for a single item."""
+        """Return the key (API key id and name) of the posted episode that an item belongs to, or '' if it belongs to
+        none."""
         if item.kind != "interaction" or not item.episode or not self._job.online.has_credit:
             return ""
         return f"{item.key_id} {item.episode}"
@@ -232,7 +234,7 @@ class OffPolicyExamples:
             self.closed.restore([episode_digest(admission.origin[0])])
 
     def _remove_turn(self, name: str) -> None:
-        """Remove an item from the turns of its episode."""
+        """Remove an item from the turns of its posted episode, if it is a turn of one."""
         key = self._episode_keys.pop(name, "")
         if key:
             del self._episodes[key].turns[name]
@@ -249,7 +251,7 @@ class OffPolicyExamples:
         self._unwatch_consent(key)
 
     def examples_about(self, interactions: Iterable[str]) -> list[str]:
-        """Return the examples that refer to any of these interactions, in their order."""
+        """Return the examples that refer to any of ``interactions``, in the order of the examples' arrival."""
         found = {name for target in interactions for name in self._by_target.get(target, ())}
         return sorted(found, key=self._order.__getitem__)
 
@@ -289,7 +291,7 @@ class OffPolicyExamples:
         return refused
 
     def _changed_without_facts(self, policy: PolicyState, now: float, opted_out: Callable[[str], bool]) -> set[str]:
-        """Return the examples that a full sweep settles beside those that just changed.
+        """Return the further examples that a sweep of all examples settles, besides those that its caller names.
 
         They are the examples in ``_changed_items``, the examples or turns of users who object now, and one turn of each
         overdue episode. After a change of the policy, each call also returns up to ``MAX_RECHECKS`` posted examples.
@@ -331,7 +333,7 @@ class OffPolicyExamples:
             heapify(self._queue)
 
     def _watch_consent(self, unit: str, users: Iterable[str]) -> None:
-        """Watch the consent of the users of a ready example or a complete episode."""
+        """Record that ``unit``, a ready example or a complete episode, depends on the consent of ``users``."""
         self._unwatch_consent(unit)
         self._consenting[unit] = tuple(users)
         self._users.update(self._consenting[unit])
@@ -401,7 +403,8 @@ class OffPolicyExamples:
                 yield [self.ready[one] for one in names]
 
     def _settle(self, name: str, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
-        """Settle an example outside of episodes; return the reason to reject it, '' if it waits or is ready."""
+        """Settle an example that is no turn of an episode; return the reason to reject it, or '' if it waits or is
+        ready."""
         item = self.items[name]
         self.ready.pop(name, None)
         self._unwatch_consent(name)
@@ -457,7 +460,7 @@ class OffPolicyExamples:
         )  # fmt: skip
 
     def _refusal_by_records(self, feedback: Feedback, records: list[InteractionRecord]) -> str:
-        """Return the reason to refuse an example because of the interactions that it refers to, or ''.
+        """Return the reason to refuse an example because of the interactions that it refers to, or '' if there is none.
 
         ``records`` are the records of these interactions. Consent, split and lengths apply to imitation, too.
         """

@@ -40,10 +40,10 @@ __all__ = ["DECIDING", "Outliers", "Quarantine", "Window"]
 
 MAD_TO_SIGMA = 1.4826
 SMALLEST_SHARE = 0.02
-"""Least spread that is assumed, as a share of the metric's range. Without it, equal values would make any other value
-unusual."""
+"""Smallest standard deviation that is assumed, as a share of the metric's range. Without this minimum, any value that
+follows many equal values and differs from them would be unusual."""
 MAX_SERIES = 20_000
-"""Pairs of source and metric in memory; above this the one used least recently is dropped."""
+"""Maximum number of pairs of source and metric in memory; above this the pair used least recently is dropped."""
 
 
 class Window:
@@ -105,7 +105,7 @@ class Window:
         return upper if len(self) % 2 else (self._distance(centre, half) + upper) / 2
 
     def _distance(self, centre: float, count: int) -> float:
-        """Return the least distance from ``centre`` within which ``count`` values lie."""
+        """Return the smallest distance from ``centre`` within which at least ``count`` values lie."""
         values, low, high = self._ordered, 0, len(self._ordered) - count
         while low < high:
             middle = (low + high) // 2
@@ -130,7 +130,7 @@ class Outliers:
         self._series: OrderedDict[tuple[str, str], _Series] = OrderedDict()
 
     def judge(self, source: str, metric: str, value: bool | float, span: float) -> str:
-        """Return why the next value of a source is unusual; if it is usual, learn it and return ''.
+        """Return the reason why the next value of a source is unusual; learn a usual value, and return '' for it.
 
         Args:
             span: largest difference between two values of the metric.
@@ -186,11 +186,11 @@ class Outliers:
 PassOn = Callable[[int, Feedback, float], list[FeedbackStatus]]
 """Callback for items that are not held: (sequence, item, time of reading)."""
 DECIDING = frozenset({"release", "drop"})
-"""Kinds of feedback that decide on a held item."""
+"""Kinds of feedback by which a user decides on a held item."""
 MAX_HELD = 10_000
 """Maximum held items; above this the oldest one is rejected."""
 MAX_JUDGED = 100_000
-"""Maximum number of items whose newest judged revision is kept, and maximum number of rejected items that are kept."""
+"""Maximum number of items whose newest judged revision is remembered; also of rejected items that are remembered."""
 
 
 class Quarantine:
@@ -202,14 +202,16 @@ class Quarantine:
         self._outliers = Outliers(self._config or QuarantineConfig())
         self._held: OrderedDict[str, FeedbackItem] = OrderedDict()
         self._recorded: dict[str, int] = {}
-        """Item that the ledger records as held (it may be released by now) -> sequence of the recorded revision."""
+        """Item that the ledger has recorded as held, even if it was released later -> sequence of the recorded
+        revision."""
         self._consumed: frozenset[str] = frozenset()
         self._rejected: OrderedDict[str, float] = OrderedDict()
-        """Item that a leader rejected -> time: revisions received up to it are ignored, later ones are judged anew."""
+        """Rejected item -> time: revisions received up to that time are ignored, later revisions are judged anew."""
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> newest revision that was judged."""
         self._released: set[str] = set()
-        """Items whose release the leader read before the items: a user's deletion copied them to a later message."""
+        """Items whose release was read before the items, because a user's deletion had copied them to a later
+        message."""
 
     def restore(self, state: LedgerState) -> None:
         """Restore the held and the rejected items that the ledger records."""
@@ -228,7 +230,7 @@ class Quarantine:
 
     @property
     def lowest_seq(self) -> int:
-        """Lowest sequence of a held item, or ``MAX_SEQ``."""
+        """Lowest sequence of a held item, or ``MAX_SEQ`` if no item is held."""
         return min((item.seq for item in self._held.values()), default=MAX_SEQ)
 
     def __iter__(self) -> Iterator[Feedback]:
@@ -243,7 +245,7 @@ class Quarantine:
             self._judge(item)
 
     def on_feedback(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Hold an item, or pass it on; return the statuses that result."""
+        """Hold an unusual item of feedback, or pass on a usual one; return the statuses that result."""
         if item.kind in DECIDING:
             return self._decide(item, now)
         if item.kind == "retraction" or self._config is None:
@@ -269,7 +271,7 @@ class Quarantine:
         return self._hold(seq, item, "" if is_recorded else reason, now)
 
     def _is_recorded(self, seq: int, item: Feedback) -> bool:
-        """Return True if the ledger records this revision as held.
+        """Return True if the ledger records the revision ``item`` as held.
 
         A first revision above the recorded sequence is a copy that a user's deletion made, and counts as recorded.
         """
@@ -311,7 +313,7 @@ class Quarantine:
     # -- internals -----------------------------------------------------------------------------------------------------
 
     def _judge(self, item: Feedback) -> str:
-        """Return why an item is held, or ''; each revision is judged once."""
+        """Return the reason to hold an item, or '' if its value is usual or this revision was judged before."""
         metric = self._job.online.metric(item.metric)
         if metric is None or item.kind != "metric" or not isinstance(item.value, bool | int | float):
             return ""
@@ -324,7 +326,8 @@ class Quarantine:
         return self._outliers.judge(item.key_id, item.metric, item.value, span)
 
     def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[FeedbackStatus]:
-        """Hold an item in quarantine; return the statuses to publish. ``reason`` is '' if the item's is published."""
+        """Hold an item; return the statuses to publish. ``reason`` is '' if the item's own status was published
+        before."""
         self._held[item.id] = FeedbackItem(seq, item)
         statuses = [feedback_status(item.id, "quarantined", reason, now)] if reason else []
         if len(self._held) > MAX_HELD:
@@ -346,7 +349,7 @@ class Quarantine:
         return self._pass_on(held.seq, released, now)
 
     def _release_retracted(self, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Pass on the held item that a retraction names, so that ``Matching`` knows both."""
+        """Pass on the held item that a retraction names, so that ``Matching`` gets the item before its retraction."""
         name = bare_id(str(item.body.get("feedback", ""))) or ""
         retracted = self._held.pop(name, None)
         if retracted is None:

@@ -52,12 +52,13 @@ __all__ = [
 
 LOOKUP = "a look at interactions"
 AT_ONCE = 64
-"""Interactions looked up at once: clients choose the names in feedback, and each name is a request."""
+"""Maximum number of concurrent look-ups of interactions: clients choose the names in feedback, and each costs a
+request."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class InteractionReader:
-    """Reads interactions from the stream that the leader no longer has in memory.
+    """Reads interactions that the leader no longer has in memory from the stream INTERACTIONS.
 
     Args:
         retry: returns the leader's ``Retry``, which repeats requests and reports the wait while the bus is unavailable.
@@ -66,17 +67,18 @@ class InteractionReader:
     def __init__(self, bus: Bus, job: str, retry: Callable[[], Retry]) -> None:
         self._bus, self._job, self._retry = bus, job, retry
         self._missing = DecidedNames()
-        """Names without a usable record: further feedback that refers to them costs no request."""
+        """Names of interactions without a usable record; further feedback that refers to these names costs no
+        request."""
 
     async def by_seq(self, seqs: Iterable[int]) -> dict[int, Interaction]:
-        """Return the records that still exist at these sequences."""
+        """Return the interactions at the sequences ``seqs`` of INTERACTIONS, as far as they still exist."""
         get = partial(self._bus.get_whole, subjects.INTERACTIONS, sorted(seqs))
         found = await self._retry().until_taken(LOOKUP, subjects.interactions(self._job), get)
         return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
 
     async def by_name(self, names: Iterable[str]) -> dict[str, InteractionRecord]:
-        """Return the facts of the interactions that exist under these canonical names; a missing name is looked up
-        once."""
+        """Return the facts of the interactions with these canonical names, without missing ones; look up each missing
+        name only once."""
         to_find = [name for name in dict.fromkeys(names) if name not in self._missing]
         found = dict[str, InteractionRecord | None]()
         if to_find:
@@ -86,11 +88,12 @@ class InteractionReader:
         return {name: record for name, record in found.items() if record is not None}
 
     def on_interaction(self, name: str) -> None:
-        """Record that the leader has read an interaction with this canonical name."""
+        """Note that the interaction with the canonical name ``name`` exists, because the leader has read it."""
         self._missing.discard(name)
 
     async def _find_all(self, names: Iterable[str], found: dict[str, InteractionRecord | None]) -> None:
-        """Look up the names that ``found`` lacks, and add them. Raises Unavailable; some may be missing then."""
+        """Look up the ``names`` that ``found`` lacks, and add their records. After Unavailable, ``found`` is
+        incomplete."""
         window = asyncio.Semaphore(AT_ONCE)
 
         async def find_one(name: str) -> None:
@@ -136,7 +139,8 @@ class DecidedIds(NamedTuple):
 
 
 def ids_in(items: Iterable[Feedback]) -> set[str]:
-    """Return the ids to look up to find out which of these items are decided: their own, and those of their targets."""
+    """Return the ids to look up in order to know which of ``items`` are decided: ids of the items and of their
+    targets."""
     return {
         name
         for item in items
@@ -145,7 +149,7 @@ def ids_in(items: Iterable[Feedback]) -> set[str]:
 
 
 async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchive | None = None) -> DecidedIds:
-    """Find which of ``names`` the ledger admitted or closed, or a deletion named.
+    """Find which of ``names`` are decided (admitted or closed in the ledger) or deleted (named by a user's deletion).
 
     Raises:
         ProtocolError: the ledger or a deletion cannot be read.
@@ -177,7 +181,7 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
 
 
 class RestoredCopies:
-    """Removes decided items from the copies of messages that deletions stored.
+    """Removes items that are already decided from the copies of messages that a user's deletion stored.
 
     Items that the leader has read itself stay: it knows whether they are decided.
     """
@@ -185,7 +189,7 @@ class RestoredCopies:
     def __init__(self, bus: Bus, job: str, archive: LedgerArchive | None = None) -> None:
         self._bus, self._job, self._archive = bus, job, archive
         self._known, self._until = DecidedIds(set(), set()), 0
-        """Decided ids in the copies up to the sequence ``_until``."""
+        """Decided and deleted ids in all copies up to the sequence ``_until``."""
 
     async def undecided(
         self, message: Message, items: Sequence[Feedback], is_here: Callable[[str], bool]
@@ -202,7 +206,8 @@ class RestoredCopies:
         return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
 
     async def _check(self, message: Message) -> None:
-        """Find the decided items in this and all later copies in one look-up, as a deletion leaves many copies."""
+        """Look up at once the decided items in ``message`` and in all later copies, because a deletion leaves many
+        copies."""
         places = await _copy_seqs(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
         names = ids_in(item for items in map(_items_of, copies.values()) for item in items)
@@ -220,7 +225,7 @@ async def find_restored_copies(bus: Bus, job: str, name: str, seq: int) -> list[
 
 
 async def _copy_seqs(bus: Bus, job: str, start_seq: int, *, was: int | None = None) -> list[int]:
-    """Return the sequences of the messages, from ``start_seq`` on, that deletions stored as copies of other messages.
+    """Return the sequences of messages from ``start_seq`` on that users' deletions stored as copies of other messages.
 
     ``was``: return only copies of the message that had this sequence; None: return all copies.
     """
@@ -279,7 +284,8 @@ async def requeue_dead_letter(
 async def _is_new(
     bus: Bus, job: str, seq: int, record: Interaction, matching: Matching, *, archive: LedgerArchive | None
 ) -> bool:
-    """Return True if an interaction has no newer record, and is neither decided nor waiting here."""
+    """Return True if an interaction has no newer record, is not held by ``matching``, and is neither decided nor
+    deleted."""
     newest = await bus.last(subjects.INTERACTIONS, subjects.interaction(job, record.id))
     if newest is not None and newest.seq > seq:
         return False
@@ -297,7 +303,7 @@ def _is_erasure(data: bytes) -> bool:
 
 
 def _undecided_feedback(matching: Matching) -> Iterator[Feedback]:
-    """Yield all undecided feedback."""
+    """Yield all undecided feedback that ``matching`` holds."""
     held = [matching.examples.items]
     for episode in matching.episodes.values():
         held += [episode.items, *(turn.items for turn in episode.turns)]

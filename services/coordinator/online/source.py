@@ -50,19 +50,20 @@ GROUP = "group_id"
 
 
 def tracked_by(job: OnlineJob) -> ValueTracker | None:
-    """Return the configuration by which a job tracks mean rewards as baselines, or None if it tracks none."""
+    """Return the job's configuration for tracking mean rewards (as baselines), or None if the job tracks none."""
     return job.algorithm.baseline if isinstance(job.algorithm, ReinforcePPConfig) else None
 
 
 def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
-    """Return the bucket of tracked values to which an interaction with these tags belongs."""
+    """Return the name of the bucket in which the mean reward of interactions with ``tags`` is tracked."""
     config = tracked_by(job)
     kind = tags.get(config.tag, EVERYTHING) if config is not None and config.tag is not None else EVERYTHING
     return kind if config is not None and kind in config.buckets else EVERYTHING
 
 
 def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
-    """Return the name shared by answers that are compared with each other, or '' if the job compares none."""
+    """Return the name that an answer shares with the answers it is compared with, or '' if the job compares no
+    answers."""
     config = tracked_by(job)
     if config is None or not config.siblings:
         return ""
@@ -71,12 +72,14 @@ def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
 
 
 def origin_of(interaction: Interaction) -> list[str]:
-    """Return ``[episode, request]``: answers to different requests of one episode are not compared."""
+    """Return ``[episode, request]`` of an interaction: answers to different requests of one episode are not
+    compared."""
     return [episode_key(interaction), interaction.request]
 
 
 def _sibling_baselines(found: Mapping[Draw, Admission]) -> dict[Draw, float]:
-    """Return the baselines of draws that have siblings in the batch."""
+    """Return, for each draw with siblings in the batch (other answers to the same task), their mean reward as its
+    baseline."""
     groups: defaultdict[str, list[Admission]] = defaultdict(list)
     episodes: defaultdict[tuple[str, str], list[Admission]] = defaultdict(list)
     for one in found.values():
@@ -127,7 +130,7 @@ def flaws_of_baselines(job: OnlineJob, state: LedgerState, batch: BatchSealed) -
 DRAW_DEADLINE_S = 7 * 86400.0
 """Deadline of an admitted draw in seconds; it must exceed the time that the leader needs to make its group."""
 ASSUMED = "assumed"
-"""Reason of an admission whose answer counts as sampled by the newest policy, because its sampler is unknown."""
+"""Reason of an admission whose answer has an unknown sampler and is treated as sampled by the newest policy."""
 MIN_BATCH = 2
 """Minimum batch size, because a single trajectory has no baseline."""
 
@@ -149,20 +152,23 @@ class FreeSlots:
         return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
     def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
-        """Return True if so many draws fit. More than the job's limit fit only while none of that kind is in flight."""
+        """Return True if ``policy`` and ``auxiliary`` further draws fit into the free slots.
+
+        More draws of a kind than the job's limit fit only while no draw of that kind is in flight.
+        """
         policy, auxiliary = min(policy, job.max_draws), min(auxiliary, max_auxiliary_in_flight(job))
         fits = policy <= max(0, self.policy) and auxiliary <= max(0, self.auxiliary)
         return fits and policy + auxiliary <= self.groups
 
     def take(self, policy: int, auxiliary: int) -> None:
-        """Occupy this many slots."""
+        """Occupy slots with ``policy`` and ``auxiliary`` draws."""
         self.policy -= policy
         self.auxiliary -= auxiliary
         self.groups -= policy + auxiliary
 
 
 class LiveSource:
-    """Source of draws that opens each draw with its admission, in one decision.
+    """Source of an online job's draws: one decision opens a draw and admits the data that the draw trains on.
 
     Args:
         matching: undecided interactions and feedback; read here, changed only by facts.
@@ -175,7 +181,7 @@ class LiveSource:
         self._job, self._matching = job, matching
         self._quarantine = quarantine or Quarantine(job, matching.on_feedback)
         self.no_signal = ""
-        """Why the newest batch had no learning signal, or ''."""
+        """Reason why the newest batch had no learning signal, or '' if it had one."""
         self.erased: set[int] = set()
         """Ordinals of admitted draws whose data a user's deletion covers."""
 
@@ -183,15 +189,15 @@ class LiveSource:
 
     @property
     def refuses(self) -> bool:
-        """See ``DrawSource.refuses``."""
+        """True if ``refusal`` can return a reason, because a user's deletion covers an admitted draw."""
         return bool(self.erased)
 
     def refusal(self, draw: Draw) -> str:
-        """See ``DrawSource.refusal``."""
+        """Return the reason why an open draw must not be trained (its data was deleted), or '' if it may be."""
         return ERASED if draw.ordinal in self.erased else ""
 
     def draw(self, draft: Draft) -> None:
-        """Admit what is ready, oldest first, as far as the lag bound and the byte budget allow."""
+        """Admit ready episodes and examples, oldest first, as far as the lag bound and the byte budget allow."""
         self._quarantine.draft(draft)
         state, job = draft.state, self._job
         start = state.start_version(state.next_number)
@@ -228,7 +234,7 @@ class LiveSource:
         )  # fmt: skip
 
     def _room(self, draft: Draft) -> FreeSlots:
-        """Return how many draws may be opened within the lag bound, the rest of the run and the byte budget."""
+        """Return how many draws may be opened within the lag bound, the batches left in the run and the byte budget."""
         state, job, remaining = draft.state, self._job, draft.remaining_batches()
         limit = auxiliary_per_batch(job)
         policy = {draw for draw in state.open if state.admissions[draw.ordinal].objective == "policy"}
@@ -241,7 +247,7 @@ class LiveSource:
         return room
 
     def _episodes(self, start: int, room: FreeSlots, bounds: InFlightBounds) -> list[str]:
-        """Return the ready episodes to admit, and occupy their slots in ``room`` and ``bounds``.
+        """Return the keys of the ready episodes to admit, and occupy slots for them in ``room`` and ``bounds``.
 
         An episode is admitted as a whole, so that all feedback on it is decided at once.
         """
@@ -298,17 +304,18 @@ class LiveSource:
         self.no_signal = same
 
     def judge(self, draft: Draft) -> None:
-        """Add the samples of a canary trial; must precede ``draw``, which moves the low-water marks past their data."""
+        """Add the samples of a canary trial to ``draft``; call before ``draw``, which may let the samples' data be
+        purged."""
         self._matching.trials.draft(draft)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """Return the next batch, or None if it is not time for one; see ``batch_of``."""
+        """Return the draws of the next batch, or None if no batch is due; see ``batch_of``."""
         return batch_of(self._job, draft, ready) or None
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return the baselines of a batch, and its update of the tracked values."""
+        """Return the baselines of a batch's draws, and the update of the tracked mean rewards by the batch."""
         return baselines_of(self._job, draft.state, chosen)
 
     def idle(self, state: LedgerState) -> Progress:
@@ -369,7 +376,7 @@ def admission_of(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Traject
 
 
 def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
-    """Return the next batch, or [] if it is not time for one.
+    """Return the draws of the next batch, or [] if no batch is due.
 
     A full batch has `train.batch_size` groups for the policy loss. A smaller batch is due once a group has waited
     `online.max_wait_s`. If the shares of owners are bounded, groups of two owners must have waited so long: otherwise
@@ -401,9 +408,9 @@ def _can_wait(job: OnlineJob, draft: Draft, policy: Sequence[Draw]) -> bool:
 
 
 def _policy_part(job: OnlineJob, draft: Draft, policy: Sequence[Draw], *, due: bool) -> list[Draw]:
-    """Return the draws of the batch for the policy loss, oldest policy first, or [] if there are too few.
+    """Return the draws of the next batch for the policy loss, oldest policy version first, or [] if there are too few.
 
-    They must fill the batch, unless ``due``.
+    The draws must fill the batch, unless a batch is ``due``.
     """
     size, admissions = job.groups_per_batch, draft.state.admissions
     ordered = sorted(policy, key=lambda draw: (draft.candidates[draw].header.min_version, draw))

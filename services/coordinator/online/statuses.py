@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 MAX_IDS = 5_000
-"""Maximum number of items in one entry of the ledger: an item takes less than 100 bytes, an entry holds 1 MiB."""
+"""Maximum number of items in one ledger entry: an item takes less than 100 bytes, and an entry holds up to 1 MiB."""
 FINAL = frozenset({"rejected", "expired", "retracted"})
 """Statuses of feedback that ends without training; the ledger records them in ``Decided`` events."""
 MAX_DECIDED = 100_000
@@ -116,7 +116,7 @@ def interaction_statuses(events: Sequence[Event], state: LedgerState) -> list[In
 
 
 class _DrawEnd(NamedTuple):
-    """Status that an event gives to draws."""
+    """Status that an event gives to the draws with these ``ordinals``, and thus to their feedback and interactions."""
 
     ordinals: Sequence[int]
     status: Literal["admitted", "rejected", "trained"]
@@ -199,7 +199,8 @@ def _status_name(status: str) -> StatusName:
 
 
 def quarantine_rejections(state: LedgerState) -> dict[str, float]:
-    """Return the times at which the quarantine rejected items, by item; an item may have been revised since."""
+    """Return, for each item that the quarantine rejected, the time of the rejection; the item may have been revised
+    since."""
     found = [one for block in state.decided for one in block.feedback if is_quarantine_rejection(one)]
     return {name: one.time for one in sorted(found, key=lambda one: one.time) for name in one.ids.unpack()}
 
@@ -209,9 +210,9 @@ class UnrecordedDecisions:
 
     def __init__(self) -> None:
         self._feedback: dict[str, FeedbackStatus] = {}
-        """Newest status of each item."""
+        """Newest final status of each item of feedback."""
         self._late: list[FeedbackStatus] = []
-        """Statuses of late revisions."""
+        """Statuses of revisions that arrived after the final status of their item."""
         self._interactions: dict[str, InteractionStatus] = {}
         """First status of each interaction."""
         self._episodes: list[bytes] = []
@@ -220,11 +221,12 @@ class UnrecordedDecisions:
         return bool(self._feedback or self._late or self._interactions or self._episodes)
 
     def __contains__(self, item: str) -> bool:
-        """Return True if an item of feedback has a final status here."""
+        """Return True if an item of feedback has a final status that the ledger does not record yet."""
         return item in self._feedback
 
     def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
-        """Add the final statuses; return the newest non-final status of each item, None for items that became final."""
+        """Collect the final ``statuses``; return the newest status of each item, or None where the newest one is
+        final."""
         others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
             if status.revision:
@@ -251,7 +253,8 @@ class UnrecordedDecisions:
         return found
 
     def drain(self, *, epoch: int, now: float, read_to: tuple[int, int]) -> list[Decided]:
-        """Return events that record everything collected, each small enough for an entry, and clear the collection.
+        """Return ``Decided`` events for all that was collected, each small enough for one ledger entry; clear the
+        collection.
 
         ``read_to``: next sequences that the leader reads of INTERACTIONS and FEEDBACK.
         """
@@ -281,7 +284,8 @@ def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
 
 
 def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
-    """Return ``(kind, id of the other item)`` for the reason of a retraction, ``(reason, '')`` for any other reason.
+    """Split the reason of a retraction into ``(kind, id of the other item)``; return ``(reason, '')`` for other
+    statuses.
 
     A retraction is split only if both ids are canonical UUIDs, because ``PackedIds`` keeps only such ids in order.
     """
@@ -299,7 +303,8 @@ def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInt
 
 
 class DecidedNames(dict[str, str]):
-    """Reasons of decisions by name (id of an interaction, episode or item). Drops the oldest names that are not pinned.
+    """Maps decided names (ids of interactions, episodes or items) to reasons. Drops the oldest names that are not
+    pinned.
 
     A dict subclass for speed: a new leader may look up a million waiting items several times each.
     """
@@ -307,14 +312,14 @@ class DecidedNames(dict[str, str]):
     def __init__(self) -> None:
         super().__init__()
         self._newest: OrderedDict[str, None] = OrderedDict()
-        """Names that are not pinned."""
+        """Names that are not pinned, the oldest first."""
 
     def pin(self, names: Iterable[str], reason: str) -> None:
-        """Keep these names permanently, because a leader must never decide again on names in the ledger."""
+        """Keep ``names`` permanently, because a leader must never decide again on names in the ledger."""
         self.pin_all(dict.fromkeys(names, reason))
 
     def pin_all(self, reasons: Mapping[str, str]) -> None:
-        """Keep these names permanently, each with its own reason."""
+        """Keep the names in ``reasons`` permanently, each with its own reason."""
         super().update(reasons)
         for name in self._newest.keys() & reasons.keys():
             del self._newest[name]
@@ -340,7 +345,7 @@ class DecidedNames(dict[str, str]):
 
 
 class FinalStatuses:
-    """Final statuses: all that the ledger records, and the newest of the rest.
+    """Final statuses of feedback, interactions and episodes: all that the ledger records, and the newest of the others.
 
     Attributes:
         targets: reason for which each interaction or episode was decided.
@@ -351,7 +356,7 @@ class FinalStatuses:
         self.targets, self.feedback = DecidedNames(), DecidedNames()
 
     def restore(self, state: LedgerState) -> None:
-        """Pin the decisions that the ledger records."""
+        """Load the decisions that the ledger records, and keep them permanently."""
         refused = [one for block in state.decided for one in block.interactions]
         for one in reversed(refused):  # the first reason of an interaction counts
             if one.reason != DISCONNECTED:  # another worker may complete the answer of a disconnected client
@@ -382,7 +387,8 @@ class FinalStatuses:
         self.feedback[name] = _final_status(how, seq)
 
     def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Return the status of a revision that arrived after the item's final status; [] for a message read again."""
+        """Return the status of a revision that arrived after its item's final status, or [] if a known message is read
+        again."""
         counted = int(self.feedback[item.id].rpartition(" ")[2])
         if not item.revision or (item.seq or seq) <= counted:
             return []

@@ -63,30 +63,33 @@ __all__ = ["LiveSupply"]
 
 logger = logging.getLogger(__name__)
 SWEEP_S = 0.5
-"""Period of the sweeps that check defaults, ends of episodes and expiries."""
+"""Seconds between sweeps, which apply the defaults of metrics, end episodes and let feedback expire."""
 SETTLED_AT_ONCE = 500
 """Number of episodes and examples that a new leader settles before it yields to other tasks."""
 MAX_UNPUBLISHED = 10_000
 """Number of non-final statuses that a new leader collects before it publishes them."""
 MAX_UNTAKEN = 64
-"""Maximum number of messages of a subject that are queued for the leader; its decisions wait behind them."""
+"""Maximum number of messages of one subject that are queued for the leader, whose decisions wait behind the
+messages."""
 FULL_SHARE = 0.5
-"""Above this share of INTERACTIONS or FEEDBACK the leader purges decided messages."""
+"""Share of the size of INTERACTIONS or FEEDBACK above which the leader purges decided messages from the stream."""
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
-"""Above this share of FEEDBACK, or this number of items that the ledger must name, the leader rejects held items."""
+"""Share of the size of FEEDBACK, and number of items that the ledger must name, above which the leader rejects
+undecided items."""
 FLOODED_SHARE = 0.9
-"""Above this share of FEEDBACK the leader rejects items of all keys; below it, only examples of the largest key."""
+"""Share of the size of FEEDBACK above which the leader rejects old items of all API keys, not only examples of one
+key."""
 ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
 """Number of groups in one durable write."""
 HISTORY = 20_000
-"""Number of messages before the undecided ones from which a new leader learns each source's usual values."""
+"""Number of messages before the first undecided one from which a new leader learns each source's usual values."""
 FEEDBACK_FULL = "feedback_full"
 Post = Callable[[Fact], Awaitable[None]]
 
 
 class LiveSupply:
-    """Implements ``training.supply.Supply`` for online jobs."""
+    """Supply of an online job: makes groups from interactions and feedback (implements ``training.supply.Supply``)."""
 
     def __init__(
         self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, archive: LedgerArchive | None = None
@@ -106,20 +109,20 @@ class LiveSupply:
         self._deleted: dict[str, float] = {}
         """Users (HMAC) whose data was deleted, each with the time of the newest deletion; later data is kept."""
         self._unerased: set[int] = set()
-        """Ordinals whose groups are deleted once no trainer can request them."""
+        """Ordinals of draws of deleted users; their groups are deleted once no trainer can request them."""
         self._unrecorded = UnrecordedDecisions()
         self._passing: dict[str, FeedbackStatus] = {}
         """Unpublished non-final statuses by item; the ledger does not record them."""
         self._wants_purge = False
-        """True while a purge waits until the ledger has all decisions."""
+        """True while a purge of decided messages waits until the ledger records all decisions."""
         self._unreadable: list[Unreadable] = []
         self._idle_since = bus_time()
         """Time of the last trained batch, or of the start of this leader."""
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
-        """Next sequence to read of each subject; the subjects are read independently."""
+        """Subject -> sequence of the next message to read; the subjects are read independently."""
 
     def _has_opted_out(self, user: str) -> bool:
-        """Return True if the job must not train on a user (HMAC)."""
+        """Return True if the job must not train on the data of ``user`` (an HMAC)."""
         return bool(objection(self._consents.of(user), self.config.online.consent))
 
     # -- recovery ------------------------------------------------------------------------------------------------------
@@ -179,7 +182,8 @@ class LiveSupply:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     async def follow(self, post: Post) -> None:
-        """Post new interactions, feedback, deletions and periodic sweeps as facts, until cancelled."""
+        """Pass new interactions, feedback, deletions and periodic sweeps to ``post``, as work for the leader, until
+        cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._consents.run())
             tasks.create_task(self._group_maker.run())
@@ -264,12 +268,13 @@ class LiveSupply:
             self._unerased -= released
 
     def unreadable(self) -> list[Unreadable]:
-        """See ``Supply.unreadable``."""
+        """Return the messages since the last call that could not be decoded; see ``Supply.unreadable``."""
         found, self._unreadable = self._unreadable, []
         return found
 
     async def requeue(self, dead_letter: LiveDeadLetter) -> int:
-        """See ``Supply.requeue``."""
+        """Store a message that was unreadable in its stream again; return how many of its interactions or items are
+        new."""
         return await requeue_dead_letter(
             self.bus, self.job, dead_letter, self.matching, self.quarantine, archive=self._archive
         )
@@ -298,7 +303,8 @@ class LiveSupply:
                 self._passing[name] = status
 
     def decided(self, state: LedgerState, *, ends: bool) -> list[Decided]:
-        """See ``Supply.decided``."""
+        """Return events with the decisions since the last call; if the job ``ends``, reject all undecided data
+        first."""
         now = bus_time()
         if ends:
             self._note([*self.matching.on_job_end(now), *self.quarantine.on_job_end(now)])
@@ -345,14 +351,15 @@ class LiveSupply:
             await self._purge_decided()
 
     async def close(self) -> None:
-        """See ``Supply.close``."""
+        """Reject all undecided data after the end of the job, the newest arrivals included; see ``Supply.close``."""
         for subject in self._next:
             await self._take_all(subject)
         await self._reject_undecided(bus_time())
         await self._feed.catch_up()
 
     async def _reject_undecided(self, now: float) -> None:
-        """Reject data that arrived after the last entry of the ledger, and publish the statuses directly."""
+        """Reject data that arrived after the last ledger entry, and publish its statuses directly to the decision
+        feed."""
         self._note([*self.matching.on_job_end(now), *self.quarantine.on_job_end(now)])
         self._unrecorded.add_interactions(self.matching.refused_interactions.drain())
         await self.flush()
@@ -406,7 +413,8 @@ class LiveSupply:
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 
     def _relieve_feedback(self, feedback: StreamState, now: float) -> list[FeedbackStatus]:
-        """If space is short, reject old items, and return their statuses.
+        """Reject old items of feedback if FEEDBACK or the ledger's state grows too large; return the statuses of these
+        items.
 
         FEEDBACK and the ledger's state must keep everything that is newer than the oldest undecided item.
         """
@@ -445,7 +453,8 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return ``settings``, the temperature that the ledger has for a draw; if it has none, that of the job file."""
+        """Return ``settings``, the temperature that the ledger has for a draw; if it is None, return the one of the job
+        file."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:
@@ -479,7 +488,8 @@ class LiveSupply:
         return self._funnel.row() | waiting
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
-        """Report the wait for feedback while no batch is in training."""
+        """Return a row about the wait for feedback, or [] while a batch is in training or the job waits for something
+        else."""
         state = run.state
         if state.trainable or state.finished or state.checkpoint is None or run.desired == "paused":
             return []

@@ -71,7 +71,7 @@ def trial_sample_of(
 
 
 class TrialSamples:
-    """Samples that the ledger does not record yet."""
+    """Samples (results of episodes in a canary trial) that the ledger does not record yet."""
 
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
@@ -98,7 +98,8 @@ class TrialSamples:
             }
 
     def draft(self, draft: Draft) -> None:
-        """Add the samples of both arms to the draft before the low-water marks pass their interactions.
+        """Add the samples of both arms of a canary trial to ``draft`` before the low-water marks pass their
+        interactions.
 
         In each arm no owner has more than its share of the conversations needed, as in a batch.
         """

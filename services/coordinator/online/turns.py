@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAX_SEQ = 1 << 62
-"""Number above every sequence of a stream."""
+"""Number that is higher than every sequence of a stream."""
 UNNUMBERED = 1 << 62
 """Sort key that puts turns without a number last."""
 DISCONNECTED = "client_disconnected"
@@ -68,8 +68,10 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
         return self.feedback.inference or self.feedback.episode
 
     def is_copied_in(self, seq: int, feedback: Feedback) -> bool:
-        """Return True if ``feedback`` is a copy of this item in a later message (at ``seq``): a user's deletion copies
-        the remaining items of a message to a new one."""
+        """Return True if ``feedback`` is a copy of this item in a later message, at ``seq``.
+
+        A user's deletion copies the remaining items of a message to a new message.
+        """
         own = self.feedback
         same = (own.revision, own.key_id, own.received) == (feedback.revision, feedback.key_id, feedback.received)
         is_value = own.value in (None, feedback.value)  # the body of an off-policy example stays in the stream
@@ -81,7 +83,8 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """Dictionary that contains an undecided item: the feedback on one turn of the episode ``key``, or on the whole."""
+    """Dictionary that holds an undecided item: the feedback on one turn of the episode ``key``, or on the whole
+    episode."""
 
     key: str
     items: dict[str, FeedbackItem]
@@ -102,7 +105,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class PostedTurn:
-    """One posted interaction; its item has no body."""
+    """One posted interaction as a turn: its item (kept without the body), its facts and its tokens."""
 
     item: FeedbackItem
     facts: PostedFacts
@@ -110,7 +113,7 @@ class PostedTurn:
 
     @property
     def name(self) -> str:
-        """Id of its item."""
+        """Id of the turn's item of feedback."""
         return self.item.feedback.id
 
     @property
@@ -121,9 +124,10 @@ class PostedTurn:
 
 
 def tokens_of(item: Feedback, job: OnlineJob) -> TurnTokens:
-    """Return the tokens that place a posted interaction in its episode's tree, or no tokens if its place is irrelevant.
+    """Return the tokens by which a posted interaction finds its place in the episode's tree; none if no place is
+    needed.
 
-    The place is irrelevant for posts of text and of keys that the job does not train on. Their tokens would only take
+    No place is needed for posts of text and of keys that the job does not train on. Their tokens would only take
     memory until the episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained
     turn extends them.
     """
@@ -141,7 +145,7 @@ class Arrivals:
 
     numbers: set[int] = field(default_factory=set)
     next_number: int = 0
-    """All turns below this number have arrived."""
+    """Lowest number of a turn that has not arrived."""
     last: int | None = None
     """Number of the last turn, once a client has marked one as final."""
     first: float = math.inf
@@ -183,11 +187,12 @@ class Trajectory:
     objective: Objective = "policy"
     share: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)
-    """Canonical id -> reason, of the episode's turns that are never trained; only one of its trajectories has them."""
+    """Reasons of the episode's turns that are never trained, by canonical id; only one trajectory of an episode has
+    them."""
 
     @cached_property
     def first(self) -> int:
-        """Sequence of the oldest interaction."""
+        """Lowest message sequence of the trajectory's interactions."""
         return min(turn.seq for turn in self.turns)
 
     @cached_property
@@ -208,7 +213,7 @@ class Trajectory:
 
     @property
     def user(self) -> str:
-        """Pseudonym of the user whose conversation this is."""
+        """Pseudonym of the user to whose conversation the trajectory belongs."""
         return self.turns[-1].interaction.user
 
     @cached_property
@@ -218,13 +223,14 @@ class Trajectory:
 
 
 def owners_of_turns(turns: Sequence[Turn], judges: tuple[str, ...]) -> Owners:
-    """Return the owners of a trajectory of these turns whose reward the keys ``judges`` gave."""
+    """Return the owners of a trajectory that consists of ``turns``; ``judges`` are the API keys that set its reward."""
     askers = tuple(sorted({turn.interaction.key_id for turn in turns}))
     return Owners(judges or askers, askers, (turns[-1].interaction.user,))
 
 
 def is_out_of_time(job: OnlineJob, *, first: float, newest: float, now: float) -> bool:
-    """Return True if an episode waits no longer: its ``newest`` or its ``first`` fact is too old (Unix seconds)."""
+    """Return True if an episode has timed out, because its ``newest`` or its ``first`` fact (Unix seconds) is too
+    old."""
     return now - newest >= job.online.idle_ttl_s or now - first >= job.online.max_age_s
 
 
@@ -251,7 +257,7 @@ def first_late_time(turns: Sequence[Turn], items: Mapping[str, FeedbackItem], jo
 
 
 def turns_before(turns: Sequence[Turn], time: float) -> list[Turn]:
-    """Return the turns that ended before a time, with the feedback that had arrived by then."""
+    """Return the turns that ended before ``time``, each with the feedback that had arrived by then."""
     return [
         Turn(turn.seq, turn.interaction, feedback_before(turn.items, time), turn.refusal)
         for turn in turns
@@ -260,7 +266,7 @@ def turns_before(turns: Sequence[Turn], time: float) -> list[Turn]:
 
 
 def feedback_before(items: Mapping[str, FeedbackItem], time: float) -> dict[str, FeedbackItem]:
-    """Return the items that arrived before a time."""
+    """Return the items of feedback that arrived before ``time``."""
     return {name: item for name, item in items.items() if _arrival(item) < time}
 
 

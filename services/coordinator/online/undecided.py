@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 SLACK = 1024
-"""Number of entries that a heap may have beyond twice the number of its names before it is cleaned."""
+"""Number of entries that a heap may have, beyond two for each of its names, before it is cleaned."""
 CLEANED = 8
-"""Entries that one push checks during cleaning; checking a million at once would block the event loop."""
+"""Number of entries that each push checks during cleaning; checking a million at once would block the event loop."""
 MAX_PER_KEY = 50_000
 """Maximum unmatched items of one API key; above this its oldest ones are evicted."""
 MAX_UNMATCHED = 1_000_000
-"""Maximum unmatched items of all keys; above this the oldest ones of the key with the most are evicted."""
+"""Maximum unmatched items of all API keys; above this the oldest items of the key with the most items are evicted."""
 EVICTED_AT_ONCE = 1_000
 """Number of items evicted at once when all keys together have too many."""
 MAX_RETRACTIONS = 100_000
@@ -58,7 +58,8 @@ class LazyHeap(Generic[N]):
         self._is_valid, self._num_names = is_valid, num_names
         self._heap: list[tuple[float, N]] = []
         self._unclean: list[tuple[float, N]] = []
-        """Second heap, with the entries that are not cleaned yet."""
+        """Second heap, used during cleaning: its entries move to the first heap, or are dropped if they are
+        outdated."""
         self._cleaned: set[tuple[float, N]] = set()
 
     def __len__(self) -> int:
@@ -74,7 +75,7 @@ class LazyHeap(Generic[N]):
             self._heap, self._unclean = [], self._heap
 
     def lowest(self, without: Container[N] = ()) -> float | None:
-        """Return the lowest valid value of the names outside ``without``, or None."""
+        """Return the lowest valid value of all names that are not in ``without``, or None if there is none."""
         passed, found = list[tuple[float, N]](), None
         while found is None and (heap := self._lower()):
             value, name = heap[0]
@@ -98,13 +99,15 @@ class LazyHeap(Generic[N]):
                 yield entry[1]
 
     def _lower(self) -> list[tuple[float, N]]:
-        """Return the heap that has the lowest entry of both heaps; return an empty heap only if both are empty."""
+        """Return the heap that has the lower first entry of the two heaps; return an empty heap only if both are
+        empty."""
         if not self._unclean or (self._heap and self._heap[0] <= self._unclean[0]):
             return self._heap
         return self._unclean
 
     def _clean(self) -> None:
-        """Remove some last entries of the second heap (it stays a heap), and move the valid ones to the first heap."""
+        """Take a few entries from the end of the second heap: move valid ones to the first heap, and drop the
+        others."""
         for _ in range(min(CLEANED, len(self._unclean))):
             entry = self._unclean.pop()
             if self._is_valid(*entry) and entry not in self._cleaned:
@@ -134,9 +137,9 @@ class UnmatchedFeedback:
         return (item for items in self._keys.values() for item in items.values())
 
     def add(self, target: str, item: FeedbackItem) -> list[FeedbackItem]:
-        """Hold an item; return the items that the caller must ``remove`` because there are too many: the oldest one of
-        the item's key, or the oldest ones of the key with the most.
+        """Hold an item; return the items that the caller must ``remove`` because there are too many.
 
+        These are the oldest item of the new item's API key, or the oldest items of the key with the most items.
         An item that is already held keeps its position in the order of its key.
         """
         name, of_key = item.feedback.id, self._keys.get(item.feedback.key_id)
@@ -190,7 +193,7 @@ class UndecidedFeedback:
     def __init__(self) -> None:
         self.items: dict[str, FeedbackItem] = {}
         self._counts: dict[int, int] = {}
-        """Number of undecided items of a message, by its sequence."""
+        """Number of undecided items in each message, by the sequence of the message."""
         self._seqs = LazyHeap[int](lambda _, seq: seq in self._counts, self._counts.__len__)
 
     def add(self, item: FeedbackItem) -> None:
@@ -211,7 +214,7 @@ class UndecidedFeedback:
         return item
 
     def lowest_seq(self, without: Iterable[str]) -> int | None:
-        """Return the lowest sequence of an item outside ``without``."""
+        """Return the lowest sequence of all items that are not in ``without``, or None if there are none."""
         left_out = Counter(self.items[name].seq for name in without if name in self.items)
         found = self._seqs.lowest({seq for seq, count in left_out.items() if count == self._counts[seq]})
         return None if found is None else int(found)

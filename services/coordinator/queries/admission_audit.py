@@ -1,4 +1,5 @@
-"""Audits admissions: replays them from the stored interactions and feedback, and checks the ledger's rules for them."""
+"""Audits admissions (decisions to train on live interactions): replays them from the stored interactions and feedback,
+and checks them against the rules of the ledger."""
 
 from __future__ import annotations
 
@@ -35,9 +36,11 @@ __all__ = ["StoredFacts", "audit_admissions", "flaws_of_admission", "replay_admi
 MAX_AUDITED = 10_000
 """Number of newest admissions that an audit replays; more would take longer than users wait."""
 AT_ONCE = 256
-"""Approximate number of admissions whose records are in memory at once; a decision is never split."""
+"""Approximate number of admissions whose records are in memory at once. All admissions of one decision stay
+together."""
 REWARD_TOLERANCE = 1e-6
-"""Tolerance of rewards; small, because a replay sums the same numbers in the same order."""
+"""Difference between a recorded reward and its replay that is tolerated. The tolerance is small, because a replay sums
+the same numbers in the same order."""
 
 
 async def audit_admissions(
@@ -73,7 +76,7 @@ def _chunks(decisions: Sequence[Sequence[Admission]]) -> Iterator[list[Sequence[
 
 
 async def _episode_seqs(bus: Bus, job: str) -> dict[str, list[int]]:
-    """Return the sequences of all records of the job's interactions, by name of the episode."""
+    """Return the sequence numbers of all records of the job's interactions, by name of the episode."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for message in await bus.read(subjects.INTERACTIONS, subjects.interactions(job), headers_only=True):
         found[canonical_id(message.headers.get(EPISODE_HEADER, ""))].append(message.seq)
@@ -105,7 +108,7 @@ async def _records(bus: Bus, seqs: set[int]) -> dict[int, Interaction]:
 
 @dataclass
 class StoredFacts:
-    """Messages of INTERACTIONS (``records``) and FEEDBACK (``items``), by sequence.
+    """Stored messages by sequence number: those of INTERACTIONS in ``records``, and those of FEEDBACK in ``items``.
 
     ``turns``: sequences of all records of an episode, by its name. ``oldest``: lowest sequence of a record of the job;
     earlier records may be gone.
@@ -156,7 +159,7 @@ def _names_turns_by_number(items: Mapping[str, FeedbackItem]) -> bool:
 
 
 def _may_lack(group: Sequence[Admission], stored: StoredFacts, job: OnlineJob) -> bool:
-    """Return True if the episode may have had turns whose records are gone."""
+    """Return True if the episode may have had turns whose records the stream no longer contains."""
     first = stored.records[next(iter(group[0].interactions.values()))]
     return stored.oldest > 1 and not _is_single(first, job)
 
@@ -179,7 +182,8 @@ def _is_single(record: Interaction, job: OnlineJob) -> bool:
 
 
 def _items_of(group: Sequence[Admission], stored: StoredFacts) -> dict[str, FeedbackItem] | None:
-    """Return the feedback that the admissions name, by id; None if an item is gone from the stream."""
+    """Return the items of feedback to which the admissions in ``group`` refer, by id; None if the stream no longer
+    contains one of them."""
     found: dict[str, FeedbackItem] = {}
     for name, seq in ((name, seq) for one in group for name, seq in one.feedback.items()):
         revisions = [item for item in stored.items.get(seq, ()) if item.id == name]
@@ -193,7 +197,8 @@ def _items_of(group: Sequence[Admission], stored: StoredFacts) -> dict[str, Feed
 def _possible_turns(
     group: Sequence[Admission], items: Mapping[str, FeedbackItem], stored: StoredFacts
 ) -> Iterator[list[int]]:
-    """Yield the possible lists of turns that the leader had when it decided, as sequences of their records.
+    """Yield each list of turns that the leader may have had when it decided. A list contains the sequence numbers of
+    the turns' records.
 
     The first list has all turns that had ended by then, the second only the admitted ones: the leader may not have read
     a record that was stored at that moment. Lists without a turn that feedback names are not yielded.
@@ -222,7 +227,8 @@ def _possible_turns(
 def _served_episode(
     seqs: Sequence[int], items: Mapping[str, FeedbackItem], stored: StoredFacts, job: OnlineJob
 ) -> ServedEpisode:
-    """Rebuild the episode as the deciding leader had it."""
+    """Rebuild a served episode from the turns ``seqs`` and the feedback ``items``, as the leader had it when it
+    decided."""
     first = stored.records[seqs[0]]
     episode = ServedEpisode(_is_single(first, job))
     turns = {canonical_id(stored.records[seq].id): Turn(seq, stored.records[seq]) for seq in seqs}
@@ -241,8 +247,8 @@ def _difference(
     stored: StoredFacts,
     job: OnlineJob,
 ) -> str | None:
-    """Return how admissions differ from their replay: '' if they do not, None if the replay would still wait for
-    feedback."""
+    """Return a description of the first difference between the admissions and their replay; '' if they agree, None if
+    the replay would still wait for feedback."""
     episode = _served_episode(seqs, items, stored, job)
     admission = group[0]
     spans = [span for seq in admission.interactions.values() for span in stored.records[seq].spans]
@@ -289,7 +295,8 @@ def replay_posted_admissions(
 def _posted_episode(
     group: Sequence[Admission], items: Mapping[int, Sequence[Feedback]], job: OnlineJob
 ) -> PostedEpisode | None:
-    """Rebuild the episode as the deciding leader had it; None if some of it is gone."""
+    """Rebuild a posted episode as the leader had it when it decided; None if an item of its feedback is no longer
+    stored."""
     turns = {}
     for name, seq in ((name, seq) for one in group for name, seq in one.feedback.items()):
         revisions = [item for item in items.get(seq, ()) if item.id == name]

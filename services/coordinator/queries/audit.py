@@ -56,7 +56,7 @@ CHECKS = {
 
 @dataclass(slots=True)
 class Audit:
-    """Findings. ``violations`` maps the name of a check to the descriptions of its violations."""
+    """Findings of an audit. ``violations`` maps the name of a check to the descriptions of its violations."""
 
     state: LedgerState = field(default_factory=LedgerState)
     trained: dict[int, BatchSealed] = field(default_factory=dict)
@@ -182,7 +182,8 @@ def _audit_entry(audit: Audit, entry: list[Event], config: AnyTraining, sealed: 
 
 
 def _check_version(audit: Audit, event: Event) -> None:
-    """Check versions before the state applies the event, since the state would only raise a generic error."""
+    """Check the versions in an event. This check precedes the state's own check, which would only raise a generic
+    error."""
     before = audit.state.version
     if isinstance(event, BatchTrained) and event.version != before + 1:
         audit.find("version monotone", f"batch {event.number} made {event.version} after {before}")
@@ -272,5 +273,6 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: AnyGroup,
 
 
 def sealed_by_seq(audit: Audit) -> Mapping[int, tuple[int, SealedGroup]]:
-    """Return EXPERIENCE sequence -> (batch number, ledger entry) of every trained group."""
+    """Return the batch number and the ledger entry of every trained group, by the group's sequence number in
+    EXPERIENCE."""
     return {group.seq: (number, group) for number, batch in audit.trained.items() for group in batch.groups}

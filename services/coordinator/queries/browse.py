@@ -48,7 +48,8 @@ class SampleBrowser:
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
         min_reward: float | None, env: str | None,
     ) -> list[Row]:  # fmt: skip
-        """Return completions, newest step first unless ``step`` is given; an evaluation job has step 0.
+        """Return a page of completions: of update ``step``, or else of all updates, newest first. The step of an
+        evaluation job is 0.
 
         ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
         last row of the page before. ``env``: only rows whose prompts are from the source of that name. A row has
@@ -72,7 +73,8 @@ class SampleBrowser:
         return [_named(job, row) for row in rows]
 
     async def one(self, job: str, row_id: str) -> Row:
-        """Return one row with tokens, token texts, log-probs, mask, versions and siblings.
+        """Return one row with tokens, token texts, log-probs, mask, versions, and the ids of the group's other
+        completions.
 
         Raises:
             NotFound: the job or the row is unknown, or the group is purged.
@@ -93,7 +95,7 @@ class SampleBrowser:
         return row | {"token_texts": await self._texts(job, row["token_ids"])} if "token_ids" in row else row
 
     async def _texts(self, job: str, token_ids: list[int]) -> list[str] | None:
-        """Decode tokens with the tokenizer of the initial checkpoint; None if that is not on this host."""
+        """Decode tokens with the tokenizer of the initial checkpoint; None if that tokenizer is not on this host."""
         try:
             path, _ = await self._checkpoints.file(job, 0, "tokenizer.json")
             return await asyncio.to_thread(token_texts, path, token_ids)
@@ -156,7 +158,7 @@ class SampleBrowser:
 
 
 class VideoBrowser:
-    """Reader of videos of held-out episodes. If the stream VIDEOS is full, it drops the oldest videos of all jobs."""
+    """Reader of videos of held-out episodes. A full stream VIDEOS drops the oldest videos of all jobs."""
 
     def __init__(self, bus: Bus, store: JobStore) -> None:
         self._bus, self._store = bus, store
@@ -187,7 +189,8 @@ class VideoBrowser:
         return found[seq].data
 
     async def _newest(self, job: str) -> dict[str, tuple[int, Video]]:
-        """Return ``(sequence, video)`` of each video's newest entry by video name, sorted by version and reset id.
+        """Return the newest entry of each video, by video name, as ``(sequence, video)``; sorted by version and reset
+        id.
 
         An entry that reports an error never replaces an earlier one.
         """
@@ -202,7 +205,7 @@ class VideoBrowser:
 
 
 def _named(job: str, row: Row) -> Row:
-    """Return the row with the ids that `GET /v1/samples/{id}` accepts, which are unique across jobs."""
+    """Return the row with its ids in the form that `GET /v1/samples/{id}` accepts; such ids are unique across jobs."""
     named = {**row, "id": f"{job}-{row['id']}", "href": f"/v1/samples/{job}-{row['id']}"}
     return named | {"siblings": [f"{job}-{id}" for id in row["siblings"]]} if "siblings" in row else named
 

@@ -47,7 +47,8 @@ class Charts:
     async def metrics(
         self, job: str, *, names: list[str] | None, step_from: int | None, step_to: int | None, max_points: int
     ) -> dict[str, Any]:
-        """Return ``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``; lists equally long.
+        """Return ``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``; all of these lists are
+        equally long.
 
         ``names`` None: all metrics. Bounds are inclusive. At most ``max_points`` steps, with the first and last kept.
         """
@@ -68,7 +69,8 @@ class Charts:
         return await asyncio.to_thread(lambda: newest_evaluation(_rows(messages)))
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
-        """Return spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
+        """Return the spans (``step``, ``stage``, ``start``, ``end``) of update ``step``; without ``step``, those of the
+        newest ``limit`` updates."""
         await self._store.get(job)
         entries = await read_ledger(self._bus, job, self._archive)
         return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
@@ -94,7 +96,8 @@ def columns(
     step_to: int | None,
     max_points: int,
 ) -> dict[str, Any]:
-    """Return ``{"steps", "wall", "series": {name: [...]}}``. Rows of one step are merged; later rows override.
+    """Return ``{"steps", "wall", "series": {name: [...]}}`` of the metric rows. Rows of the same step are merged; a
+    later row overrides the values of an earlier one.
 
     Down-sampling keeps the first and the last step, all values of curves with few of them (such as evaluations), and
     steps where the other curves turn. No value is interpolated.
@@ -151,7 +154,8 @@ def thinned(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_
 
 
 def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_points: int) -> list[int]:
-    """Return ascending indices of at most ``max_points`` >= 2 steps; the first and the last step are always kept.
+    """Thin out ``steps`` by the algorithm Largest-Triangle-Three-Buckets: return ascending indices of at most
+    ``max_points`` >= 2 steps, always with the first and the last step.
 
     A curve without a value at an index contributes no triangle there.
     """
@@ -172,8 +176,8 @@ def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | No
 
 
 def _largest(x_N: NDArray[np.float64], y_CN: NDArray[np.float64], last: int, here: slice, after: slice) -> int:
-    """Return the index within ``here`` of the step that forms the largest triangle with the step ``last`` and the mean
-    of the steps in ``after``. The areas of all curves are added."""
+    """Return the index within ``here`` of the step whose triangle with the step ``last`` and the mean of the steps in
+    ``after`` is largest, summed over all curves."""
     later_C = _means(y_CN[:, after])
     base, later = x_N[last], x_N[after].mean()
     area_CK = np.abs(
@@ -202,7 +206,8 @@ def _scaled(curve: Sequence[float | None]) -> NDArray[np.float64]:
 
 
 def timeline(events: Iterable[Event], *, step: int | None, limit: int = 20) -> list[dict[str, Any]]:
-    """Return the spans of update ``step``, or of the newest ``limit`` ones, oldest first: for a Gantt chart.
+    """Return the spans of update ``step``, or without ``step`` those of the newest ``limit`` updates, oldest first, for
+    a Gantt chart.
 
     A span has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds of the leader's clock). Stages: ``generate``
     (first draw until the batch was sealed), ``wait`` (sealed batch, while the trainer worked on the previous one),

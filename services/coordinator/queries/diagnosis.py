@@ -36,7 +36,7 @@ __all__ = ["Diagnosis", "chunks_of", "largest_size"]
 Row = dict[str, Any]
 
 AUDIT_CHUNK_BYTES = 64 << 20
-"""Bytes of groups that the audit holds in memory at once; a larger group is held alone."""
+"""Maximum number of bytes of groups that the audit holds in memory at once. A group that is larger is held alone."""
 
 
 class Diagnosis:
@@ -95,7 +95,7 @@ class Diagnosis:
         )
 
     async def audit(self, job: str) -> Row:
-        """Check that the job's ledger is consistent, in itself and with the streams.
+        """Check that the job's ledger is consistent, and that the ledger agrees with the streams.
 
         Returns ``{"ok": bool, "equation": {...}, "checks": [{"name", "ok", "detail"}], "violations": [str]}``.
 
@@ -153,7 +153,8 @@ class Diagnosis:
 
 
 def chunks_of(sizes: Mapping[int, int]) -> list[list[int]]:
-    """Split the keys of ``sizes`` (key -> bytes), in order, into runs of at most AUDIT_CHUNK_BYTES, or of one key."""
+    """Split the keys of ``sizes`` (key -> bytes), in order, into lists of at most AUDIT_CHUNK_BYTES. A key with more
+    bytes gets a list of its own."""
     chunks: list[list[int]] = []
     room = 0
     for key, nbytes in sizes.items():

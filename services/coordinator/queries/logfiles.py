@@ -54,8 +54,8 @@ def _service(path: Path) -> str:
 
 
 def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int]:
-    """Return the whole lines of a file from byte ``place`` on, or those at its end if ``fresh``; and the position after
-    the last of them."""
+    """Return complete lines of a file, and the position after the last of them: the lines from byte ``place`` on, or if
+    ``fresh`` the lines at the end of the file."""
     size = path.stat().st_size
     start = place if place is not None and place <= size else 0
     if fresh:

@@ -1,4 +1,5 @@
-"""Replays of a job: a trainer runs one and streams its rows to the client, with the feedback behind each batch."""
+"""Replays of a job: a trainer repeats sealed batches. The rows of a replay are streamed to the client, with the live
+feedback on which each batch is based."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Row = dict[str, Any]
 
 ROW_DEADLINE_S = 120.0
 MAX_WAITING = 4096
-"""Rows that are buffered for a slow client; beyond that the replay ends with a message that rows were missed."""
+"""Maximum number of rows that are buffered for a slow client. If more rows wait, the replay ends with a message that
+rows were missed."""
 
 
 async def replay_rows(
@@ -87,7 +89,7 @@ async def _next(rows: asyncio.Queue[ReplayRow]) -> ReplayRow:
 
 
 def feedback_by_batch(events: Iterable[Event]) -> dict[int, list[dict[str, Any]]]:
-    """Return, by batch number, one row for each group of the batch that comes from live interactions.
+    """Return rows by batch number: one row for each group of the batch that comes from live interactions.
 
     The rows have the order of the groups in the newest revision of the batch. A row has the ``draw``, its
     ``objective``, ``reward``, the ``reason`` for the reward (`feedback`, `default`, …), its ``lag``, and lists of ids:

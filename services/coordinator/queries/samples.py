@@ -170,7 +170,7 @@ def _episode_detail(row: dict[str, Any], group: EpisodeGroup, siblings: list[str
 
 
 def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
-    """Return the row of a completion with everything that is stored of it, token by token; an episode, decision by
+    """Return the row of a completion with all data that is stored about it, token by token; for an episode, decision by
     decision.
 
     A completion has ``prompt_token_ids``, and lists of equal length: ``token_ids``, ``logprobs`` (of the sampler,
@@ -231,7 +231,7 @@ def _texts_of(tokenizer: Path) -> dict[int, str]:
 
 
 def _of_bytes(piece: str) -> str:
-    """Decode a byte-level BPE token, whose letters encode bytes (GPT-2, Llama 3, Qwen)."""
+    """Decode a byte-level BPE token (GPT-2, Llama 3, Qwen), in which each letter stands for one byte."""
     letters = _byte_letters()
     if not all(letter in letters for letter in piece):
         return piece
@@ -246,7 +246,8 @@ def _of_piece(piece: str) -> str:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter encodes: printable bytes are their own letters, the others U+0100 and up."""
+    """Return the byte that each letter encodes in a byte-level BPE token: a printable byte is its own letter, the other
+    bytes have letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

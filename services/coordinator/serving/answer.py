@@ -1,4 +1,4 @@
-"""Partial answer to one request: the gateway fills it, one or more HTTP responses read it."""
+"""Partial answer to one request: the gateway appends chunks, and one or more HTTP responses read the chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ __all__ = ["Answer", "Ask"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A client's request. The gateway adds the fields that ``draft`` lacks: ids, gateway, episode, user.
+    """A client's request. The gateway adds the fields that ``draft`` lacks: ids, the gateway's own address, the
+    episode, and the user.
 
     ``retries`` is the number of earlier attempts, None if the client does not report it; a client that reports it
     retries automatically. ``episode`` is empty if the client names none.
@@ -32,7 +33,8 @@ class Ask:
     any_owner: bool = False
     """True if ``episode`` may belong to another key."""
     only_opened: bool = False
-    """True if ``episode`` must be an opened one that is still stored, because the key is valid for it only."""
+    """True if ``episode`` must have been opened through the API and must still be stored, because the key is valid for
+    this episode only."""
 
 
 @dataclass(slots=True)
@@ -82,7 +84,7 @@ class Answer:
 
     @property
     def num_generated(self) -> int:
-        """Output tokens of all choices."""
+        """Number of output tokens of all choices."""
         return sum(len(choice.token_ids) for choice in self._choices)
 
     @property

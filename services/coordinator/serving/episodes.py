@@ -1,4 +1,4 @@
-"""Episodes, stored in a bucket so that every replica knows which have ended."""
+"""Episodes, stored in a bucket so that every replica knows which episodes have ended."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ MAX_IN_FLIGHT = 2048
 """Maximum number of requests of one model in this process; further ones are refused. A key is refused once it has as
 many requests as there are free slots: one key alone gets half of the slots, two keys a third each."""
 SILENT_S = 4 * SIGN_EVERY_S
-"""Seconds of silence after which a worker counts as lost, and other workers continue its requests."""
+"""Seconds of silence after which a worker counts as lost; other workers then continue its requests."""
 REPLY_S = 10.0
 RETRY_S = 0.1
 MAX_RECOVERIES = 5
@@ -163,7 +163,7 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _prepared(self, ask: Ask) -> Answer:
-        """Return an empty answer with the request that workers will get.
+        """Return an answer without chunks, for the request that workers will get.
 
         Raises:
             HttpProblem: 410 the episode has ended, 404 it belongs to another key.
@@ -247,7 +247,7 @@ class Gateway:
             await asyncio.sleep(RETRY_S)
 
     def accepted(self, answer: Answer, reply: InferenceReply) -> None:
-        """Record that a worker, or another gateway in its place, writes the answer."""
+        """Record that a worker writes the answer, or another gateway that acts as the worker."""
         self._heard[reply.worker] = asyncio.get_running_loop().time()
         answer.accepted(reply)
 
@@ -382,8 +382,8 @@ def _tags(record: EpisodeRecord | None) -> dict[str, str]:
 
 
 def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], float]:
-    """Return ``(owner of the chat, largest age in s of an answer that it may continue)``; ((), 0) if the request names
-    an episode or is no chat.
+    """Return ``(owner of the chat, age)``: the chat may continue answers up to this age in seconds. Return ((), 0) if
+    the request names an episode or is no chat.
 
     The age is 0 if the job does not credit such chats as episodes (see ``Served.found_episodes_s``). If the job does,
     the owner is empty for requests that are not recorded or that the job must not train on.

@@ -59,7 +59,7 @@ class Notes:
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def write(self, answer: Answer) -> None:
-        """Write a note that this gateway holds ``answer``, for which its client may retry.
+        """Write a note that this gateway holds ``answer``, because the answer's client may retry.
 
         The call does not wait for the write. Yet the server orders the note before requests that are sent later, even
         if this process dies in between.
@@ -97,13 +97,15 @@ class Notes:
         return [(note, revision) for note, revision in found if note is not None and note.gateway != self._gateway]
 
     async def claim(self, key: str, note: Whereabouts) -> Claimed:
-        """Ask the gateway in a note to transfer its answer; return the reply. Raises Unavailable if it is gone."""
+        """Ask the gateway in a note to transfer its answer; return the reply. Raises Unavailable if that gateway is
+        gone."""
         claim = Claim(key=key, request=note.ids[0], gateway=self._gateway)
         data = await self._bus.request(subjects.inference_claims(note.gateway), pack(claim), deadline_s=CLAIM_S)
         return unpack(data, Claimed)[0]
 
     async def inherit(self, key: str, note: Whereabouts, revision: int) -> bool:
-        """Take over a note whose gateway is gone; return False if another was faster or the bus is unavailable."""
+        """Take over a note whose gateway is gone. Return False if another gateway was faster, or the bus is
+        unavailable."""
         mine = pack(replace(note, gateway=self._gateway))
         try:
             await self._kv.update(_name(key, note.ids[0]), mine, revision, deadline_s=NOTE_S)

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running job under the name of its model. ``version``: policy version that it serves, except to conversations of
-    the canary.
+    """A running job under the name of its model. ``version``: policy version that serves all conversations except those
+    of the canary version.
 
     ``temperature`` applies to requests that name none, and with ``forced_sampling`` to all; ``generation`` is the
     generation of the job record that has these settings; ``created``: Unix seconds.
@@ -47,8 +47,8 @@ class Served:
     strict_recording: bool = False
     """True if an answer that could not be recorded must be refused."""
     found_episodes_s: float = 0.0
-    """For requests that name no episode: longest time after an answer (seconds) in which a chat that continues the
-    answer belongs to its episode. 0: the job credits each answer alone."""
+    """For requests that name no episode: a chat that continues an answer joins the answer's episode for this time after
+    the answer (seconds). 0: the job credits each answer alone."""
     promoted_at: int | None = None
     """Time of the served version's promotion (Unix seconds), for a job with a promotion gate."""
     trains: bool = True
@@ -124,7 +124,7 @@ class ModelTable:
         return sorted(best.values(), key=lambda served: served.name)
 
     def find(self, name: str) -> Served:
-        """Return the job of a model's name, or of a job id.
+        """Return the model with the name ``name``, or the model of the job with the id ``name``.
 
         Raises:
             NotFound: no running job has that name.

@@ -37,7 +37,7 @@ class Holder(Protocol):
         ...
 
     def accepted(self, answer: Answer, reply: InferenceReply) -> None:
-        """Record that a worker, or another gateway in its place, writes the answer."""
+        """Record that a worker writes the answer, or another gateway that acts as the worker."""
         ...
 
     def recover(self, answer: Answer) -> None:

@@ -13,7 +13,7 @@ from penstock.services.coordinator.serving.answer import Answer
 __all__ = ["Retries", "key_of"]
 
 COME_BACK_S = 10.0
-"""Seconds for which an unread answer is kept for a retry; stock SDKs wait up to 8 s."""
+"""Seconds for which an unread answer is kept for a retry; common client libraries wait up to 8 s before a retry."""
 LEAVE_S = 1.0
 """Seconds to wait for the disconnect of an earlier attempt, since the retry may arrive first."""
 POLL_S = 0.1

@@ -30,13 +30,13 @@ PREFIX = "said"
 
 
 class Threads:
-    """Episodes by conversation. The key is a digest of job, API key, user, and the messages up to and including an
-    answer."""
+    """Episodes of conversations, by digest. The digest covers the job, the API key, the user, and the messages up to
+    and including an answer."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.ANSWERS)
         self._episodes: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
-        """(time of the answer, episode) by digest."""
+        """Pairs ``(time of an answer, episode)``, by digest."""
 
     async def find(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], within_s: float = KEEP_S

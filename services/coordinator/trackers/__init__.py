@@ -20,7 +20,7 @@ _OPENERS: dict[str, Callable[[Any, Run], Tracker]] = {
     "wandb": open_wandb,
     "swanlab": open_swanlab,
 }
-"""Functions that open a tracker, by its type, which is also the name of its package."""
+"""Functions that open a tracker, by the type of the tracker, which is also the name of its Python package."""
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:

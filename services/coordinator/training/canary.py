@@ -1,4 +1,4 @@
-"""Canary trials: assigns conversations to the version on trial, and decides by their feedback if it passes. Pure.
+"""Canary trials: assigns conversations to the version on trial, and decides by feedback if the version passes. Pure.
 
 A hash of the conversation's name and the version on trial decides which arm a conversation belongs to. So every
 coordinator finds the same arm, and each trial assigns conversations anew. The number of conversations is fixed
@@ -87,7 +87,10 @@ def lower_bound(first: Arm, second: Arm, confidence: float) -> float:
 
 
 def _student(level: float, freedom: float) -> float:
-    """Return a quantile of Student's t by its expansion about the normal one (Abramowitz and Stegun, 26.7.5)."""
+    """Return the quantile ``level`` of Student's t distribution with ``freedom`` degrees of freedom.
+
+    It is computed by an expansion about the quantile of the normal distribution (Abramowitz and Stegun, 26.7.5).
+    """
     x = NormalDist().inv_cdf(level)
     first = (x**3 + x) / 4
     second = (5 * x**5 + 16 * x**3 + 3 * x) / 96
@@ -96,9 +99,11 @@ def _student(level: float, freedom: float) -> float:
 
 
 def verdict_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm], *, now: float) -> Verdict:
-    """Decide a trial: a version passes if it is shown not to be worse by more than ``max_drop`` (non-inferiority).
+    """Decide a trial: the new version passes if its mean reward is at most ``max_drop`` below that of the served
+    version.
 
-    The burden of proof lies on the new version: the lower bound of its difference must not be below ``-max_drop``.
+    The burden of proof lies on the new version (non-inferiority): the lower confidence bound of the difference must not
+    be below ``-max_drop``.
     """
     canary, served = arms
     figures = _figures(canary, served)

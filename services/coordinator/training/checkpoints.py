@@ -1,4 +1,4 @@
-"""Checkpoints of a job: joins those that the ledger names with the files on this host.
+"""Checkpoints of a job: joins the checkpoints that the ledger names with their files on this host.
 
 A checkpoint directory contains ``COMMIT`` (SHA-256 of the manifest), ``manifest.json`` (size and SHA-256 of each file)
 and those files. The trainer writes it; this module returns only files that the manifest names.
@@ -39,7 +39,7 @@ __all__ = [
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_DIGITS = 18
-"""Most digits that a checkpoint number can have."""
+"""Maximum number of digits in the number of a checkpoint."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -79,7 +79,7 @@ class Checkpoints:
         return await asyncio.to_thread(_checkpoint_rows, state, self._data_dir)
 
     async def row(self, job: str, number: int) -> dict[str, Any]:
-        """Return one row of ``rows``."""
+        """Return the row of checkpoint ``number``, in the form that ``rows`` describes."""
         return await asyncio.to_thread(checkpoint_row, await self._ledgers.state(job), self._data_dir, number)
 
     async def file(self, job: str, number: int, name: str) -> tuple[Path, str]:
@@ -135,7 +135,7 @@ def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str,
 
 
 def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
-    """Return the checkpoint with this name: a batch number N or `step:N`, or one of CHECKPOINT_NAMES.
+    """Return the checkpoint called ``name``: a batch number N, `step:N`, or one of CHECKPOINT_NAMES.
 
     Raises:
         ConfigError: the name has another form.
@@ -166,7 +166,7 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
 
 
 def _find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
-    """Return path, size and SHA-256 of a checkpoint's file: the manifest, or a file that it names."""
+    """Return path, size and SHA-256 of a checkpoint's file: the manifest, or a file that the manifest names."""
     stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if stored is None:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
@@ -200,7 +200,8 @@ def _delete(state: LedgerState, data_dir: Path, number: int) -> None:
 
 
 def read_stored(path: Path) -> StoredCheckpoint | None:
-    """Return the files in a directory, or None if it is not committed or its manifest does not match ``COMMIT``."""
+    """Return the committed checkpoint in a directory, or None if ``COMMIT`` is missing or does not match the
+    manifest."""
     try:
         digest = (path / COMMIT).read_text(encoding="ascii").strip()
         data = (path / MANIFEST).read_bytes()
@@ -214,7 +215,7 @@ def read_stored(path: Path) -> StoredCheckpoint | None:
 
 
 class Artifacts:
-    """Finds files of committed checkpoints by SHA-256, in ``root``/JOB/CHECKPOINT.
+    """Finds files of committed checkpoints by their SHA-256, in the directories ``root``/JOB/CHECKPOINT.
 
     A committed manifest never changes, so each is read once; every replica finds the same files. Thread-safe.
     """
@@ -245,7 +246,8 @@ class Artifacts:
         return None
 
     def _files(self, folder: Path) -> dict[str, str]:
-        """Return file names by SHA-256; cached unless the manifest is unreadable."""
+        """Return the names of a checkpoint's files, by SHA-256; cached unless the checkpoint's manifest is
+        unreadable."""
         if folder not in self._known:
             stored = read_stored(folder)
             if stored is None:

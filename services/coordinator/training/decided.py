@@ -35,7 +35,8 @@ ADMITTED = "admitted"
 QUARANTINE_PREFIX = "quarantine_"
 """Prefix of the reasons for which the quarantine rejects an item."""
 RETRACTED_BY, RETRACTS = "by", "retracts"
-"""A retracted item has the reason `by ID`, its retraction the reason `retracts ID`, with the id of the other."""
+"""First words of reasons: a retracted item has the reason `by ID`, with the id of its retraction; the retraction has
+the reason `retracts ID`, with the id of the item."""
 MIN_KEPT, MAX_KEPT = 100_000, 1_000_000
 """Numbers of newest decided items that a state keeps: at least ``MIN_KEPT``, even below the low-water marks, and about
 ``MAX_KEPT`` at most. It drops older ones."""
@@ -45,7 +46,8 @@ DIGEST_BYTES = 16
 
 
 def episode_digest(episode: str) -> bytes:
-    """Return the digest of a posted episode's key, because the ledger must not contain names that clients chose."""
+    """Return the digest that replaces the key of a posted episode in the ledger, which contains no names chosen by
+    clients."""
     return xxhash.xxh3_128_digest(episode.encode())
 
 
@@ -109,7 +111,7 @@ def block_of_decision(event: Decided) -> DecidedBlock:
 
 
 def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) -> DecidedBlock:
-    """Return a block of the items that admissions decide in addition to their draws.
+    """Return a block of what admissions decide besides the data of their draws.
 
     These are refused turns, closed episodes, and the admitted feedback ``passed``, which is below the low-water mark.
     """
@@ -133,7 +135,10 @@ def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) 
 
 
 def with_block(blocks: tuple[DecidedBlock, ...], new: DecidedBlock, low: tuple[int, int]) -> tuple[DecidedBlock, ...]:
-    """Append a block and drop the oldest ones that are no longer needed; ``low``: low-water marks of both streams."""
+    """Append the block ``new``, merged with blocks of its size, and drop the oldest blocks that are no longer needed.
+
+    ``low``: low-water marks of INTERACTIONS and FEEDBACK.
+    """
     if not new.count:
         return blocks
     found = list(blocks)
@@ -152,7 +157,7 @@ def with_block(blocks: tuple[DecidedBlock, ...], new: DecidedBlock, low: tuple[i
 
 
 def reasons_of(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
-    """Yield each id with its reason."""
+    """Yield ``(id, reason)`` for each item of feedback in ``ended``."""
     others = ended.others.unpack()
     if not others:
         yield from ((name, ended.reason) for name in ended.ids.unpack())
@@ -161,7 +166,8 @@ def reasons_of(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
 
 
 def _retractions(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
-    """Yield each retracted item with the id of its retraction, and each retraction with ''."""
+    """Yield ``(item, its retraction)`` for each retracted item in ``ended``, and ``(retraction, '')`` for each
+    retraction."""
     for name, reason in reasons_of(ended):
         kind, _, other = reason.partition(" ")
         yield name, other if kind == RETRACTED_BY else ""

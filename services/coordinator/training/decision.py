@@ -35,8 +35,8 @@ from penstock.shared.protocol.jobs import JobFailure
 __all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
 
 ENTRY_BYTES = 896 << 10
-"""Most bytes of batches that one decision seals: a ledger entry is one message of at most 1 MiB, and other events of
-the decision need some of it."""
+"""Maximum bytes of batches that one decision seals: a ledger entry is one message of at most 1 MiB, and other events of
+the decision need some of this space."""
 
 Progress = tuple[Literal["True", "False"], str, str]
 """Status, reason as one word, and message of the condition `MakingProgress`."""
@@ -69,7 +69,7 @@ class DrawSource(Protocol):
     """Source of a job's draws, which also chooses the draws of a batch."""
 
     redraws: bool
-    """True if a dropped draw can be repeated."""
+    """True if a dropped draw can be drawn again, with the same prompt."""
 
     @property
     def refuses(self) -> bool:
@@ -77,19 +77,20 @@ class DrawSource(Protocol):
         ...
 
     def draw(self, draft: Draft) -> None:
-        """Add draws for the free slots."""
+        """Open draws in ``draft``, as many as there are free slots."""
         ...
 
     def refusal(self, draw: Draw) -> str:
-        """Return why an open draw must not be trained, even if its group has arrived, or ''."""
+        """Return the reason why an open draw must not be trained, even if its group has arrived, or '' if it may be."""
         ...
 
     def judge(self, draft: Draft) -> None:
-        """Add the results of a canary trial, before a decision uses them."""
+        """Add the new results of a canary trial to ``draft``, before the promotion gate decides by them."""
         ...
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """Return the next batch in training order, chosen from the trainable groups; None: not yet."""
+        """Return the draws of the next batch in training order, chosen from ``ready``; None if no batch can be sealed
+        yet."""
         ...
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
@@ -102,13 +103,13 @@ class DrawSource(Protocol):
 
 
 def plan_draw(config: AnyTraining, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
-    """Return ``(min_version, deadline)`` of a draw for the batch with number ``next_number + ahead``."""
+    """Return ``(lowest policy version that may sample, deadline)`` of a draw for batch ``next_number + ahead``."""
     start = state.start_version(state.next_number + ahead)
     return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s
 
 
 def copy_state(state: LedgerState) -> LedgerState:
-    """Copy the state deep enough to draft on it: values in its dictionaries are replaced, never changed."""
+    """Copy the state and its dictionaries for a draft; the copies share values, because values are never changed."""
     draft = copy.copy(state)
     draft.open = dict(state.open)
     draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
@@ -119,14 +120,14 @@ def copy_state(state: LedgerState) -> LedgerState:
 
 
 class Draft:
-    """Collects the events of one decision on a copy of the state."""
+    """Collects the events of one decision, and applies them to a copy of the ledger's state."""
 
     def __init__(self, run: RunFacts, state: LedgerState, now: float) -> None:
         self.run, self.state, self.now = run, state, now
         self.config = run.config
         self.candidates = dict(run.candidates)
         self.acceptable: dict[Draw, Candidate] = {}
-        """Candidates that a batch may take, in order of arrival; ``drop`` finds them."""
+        """Groups that have arrived and that a batch may take, in order of arrival; ``drop`` finds them."""
         self.oldest_missing = math.inf
         """Lowest ``min_version`` of the draws in flight that have no group."""
         self.events: list[Event] = []
@@ -168,7 +169,7 @@ class Draft:
         self.add(Finished(writer_epoch=self.run.writer_epoch, time=self.now, reason=phase, summary=summary or {}))
 
     def promote(self) -> None:
-        """Decide if the newest version is served."""
+        """Let the promotion gate decide if the newest version is served, and add its decision."""
         gate = self.run.promotion
         if gate is None:
             return
@@ -254,7 +255,8 @@ class Draft:
         )
 
     def resample(self) -> None:
-        """Drop groups without signal; ``draw`` replaces each of them by another ordinal in the same decision.
+        """Drop groups without learning signal; in the same decision, ``draw`` opens draws of other prompts in their
+        place.
 
         A batch resamples at most ``max_resampled`` times its size, and only while the data order has ordinals left;
         beyond that, groups without signal are trained.
@@ -272,7 +274,8 @@ class Draft:
     # -- seal and draw -----------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Seal as many batches as one entry of the ledger holds, after ``drop``; the next decision continues."""
+        """Seal batches of the ``acceptable`` groups, as many as fit into one ledger entry; the next decision seals
+        more."""
         unsealed = self.acceptable
         taken, largest = len(encode_events(self.events)), 0
         while taken + largest <= ENTRY_BYTES and self.may_seal():
@@ -347,7 +350,8 @@ class Draft:
             self.run.source.draw(self)
 
     def byte_credits(self) -> int:
-        """Return how many more groups of the largest size the byte budget allows, beside the draws in flight."""
+        """Return how many draws the byte budget allows in addition to those in flight, if all groups have the largest
+        size."""
         in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
         free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
         return max(0, free // (self.config.max_group_bytes + self.run.row_bytes) - in_flight)
@@ -367,11 +371,11 @@ class TicketSource:
         """Do nothing: there are no live conversations."""
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """See ``gate.choose``."""
+        """Return the draws of the next batch, or None if no batch can be sealed yet; see ``gate.choose``."""
         return choose(draft.config, draft.state, draft.acceptable, ready=ready, oldest_missing=draft.oldest_missing)
 
     def draw(self, draft: Draft) -> None:
-        """Draw for the next batches, within the lag bound, the slots in flight and the byte budget."""
+        """Open draws for the next batches, as far as the lag bound, the slots in flight and the byte budget allow."""
         run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
         room = config.max_draws - len(state.open) - run.replays

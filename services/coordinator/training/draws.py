@@ -12,7 +12,7 @@ __all__ = ["OpenDraw", "TrainedBatch"]
 
 
 class OpenDraw(msgspec.Struct, frozen=True, gc=False):
-    """A draw that is not terminal. ``batch`` is the number of the sealed batch that contains it, 0 while in flight.
+    """A draw that is in flight or in a sealed batch. ``batch`` is the number of the sealed batch, or 0 while in flight.
 
     ``temperature`` is the sampling temperature set when it was drawn, which its ticket requests. The group
     of the draw has a sequence number above ``after`` in EXPERIENCE.
@@ -39,6 +39,6 @@ class TrainedBatch:
     version: int
     digest: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Tracked rewards by kind of prompt, before the batch."""
+    """Tracked rewards by kind of prompt, as they were before the batch was trained."""
     sizes: tuple[int, ...] = ()
     """Payload bytes of each group; () if the ledger does not record them."""

@@ -29,13 +29,14 @@ class Verdict(StrEnum):
     ACCEPT = "accept"
     """The group may be trained."""
     DUPLICATE = "duplicate"
-    """The draw has a group already, or is terminal; not counted in the ledger equation, deleted at once."""
+    """The draw has a group already, or is no longer open; the new group is deleted at once, and the ledger does not
+    count it."""
     SKIPPED = "skipped"
-    """The worker refused the prompt; dropped with the worker's reason, not redrawn."""
+    """The worker refused the prompt; the draw is dropped with the worker's reason, and not drawn again."""
     FAILED = "failed"
-    """Too few trajectories have a score, or the baseline has none; dropped and redrawn."""
+    """Too few trajectories have a score, or the baseline has none; the draw is dropped and drawn again."""
     NOT_FINITE = "not_finite"
-    """A log-prob or reward is not finite; dropped and redrawn."""
+    """A log-prob or reward is not finite; the draw is dropped and drawn again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,9 @@ class Candidate:
 def judge(
     header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int, needs_baseline: bool = False
 ) -> Verdict:
-    """Judge a group by its header. ``info``: the draw in the ledger, None if it is not open; ``taken``: it has a group.
+    """Return the verdict on a group that arrived, by its header.
 
+    ``info``: the group's draw in the ledger, None if the draw is not open; ``taken``: the draw has a group already.
     ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy completion needs a reward, too.
     """
     if info is None or info.batch or taken:
@@ -130,7 +132,7 @@ def has_signal(header: GroupHeader, *, has_success: bool) -> bool:
 
 
 def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
-    """Return True if an update that starts from ``start_version`` may not train a group of ``min_version``."""
+    """Return True if an update from ``start_version`` may not train a group whose oldest version is ``min_version``."""
     return start_version - min_version > max_lag
 
 
@@ -142,7 +144,7 @@ def choose(
     ready: Sequence[Draw],
     oldest_missing: float,
 ) -> list[Draw] | None:
-    """Return the groups of the next batch, in training order, or None if it cannot be sealed yet.
+    """Return the draws of the next batch, in training order, or None if the batch cannot be sealed yet.
 
     ``ready`` are the acceptable candidates that are not stale, in order of arrival; ``oldest_missing`` is the lowest
     ``min_version`` of the draws in flight that have no group, infinity without such draws.

@@ -15,7 +15,7 @@ __all__ = ["Best", "BestTracker", "EarlyStop", "Goals"]
 
 
 class EarlyStop:
-    """Watches one metric; ``reason`` is why the run should end, or ''."""
+    """Watches one metric; ``reason`` says why the run should end early, or is '' if the run should go on."""
 
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config
@@ -44,7 +44,7 @@ class EarlyStop:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value so far and the batch after which it was measured."""
+    """The best value of a metric so far, and the batch after which the value was measured."""
 
     value: float
     step: int
@@ -58,7 +58,7 @@ class BestTracker:
         self.best = None if known is None else Best(known.value, known.step)
 
     def take(self, value: float, step: int) -> None:
-        """Add the value after batch ``step``."""
+        """Add the value that the metric had after batch ``step``."""
         if self.best is None or (value > self.best.value if self.config.mode == "max" else value < self.best.value):
             self.best = Best(value, step)
 
@@ -72,13 +72,13 @@ class Goals:
         self.begin(None)
 
     def begin(self, known: BestCheckpoint | None) -> None:
-        """Start anew; ``known`` is the best checkpoint that the ledger names."""
+        """Forget all values; ``known`` is the best checkpoint that the ledger names, if there is one."""
         self._early = None if self._stop is None else EarlyStop(self._stop)
         self._tracker = None if self._keep is None else BestTracker(self._keep, known)
         self._taken.clear()
 
     def roll_back(self, state: LedgerState) -> None:
-        """Decide again after a fork, from the values of the remaining batches."""
+        """Forget the values of batches that a fork removed, and evaluate the remaining values again."""
         left = [(values, step) for values, step in self._taken if state.in_lineage(step)]
         self.begin(state.best)
         for values, step in left:
@@ -100,23 +100,23 @@ class Goals:
 
     @property
     def stop_reason(self) -> str:
-        """Return why the run should end early, or ''."""
+        """Return the reason why the run should end early, or '' if it should go on."""
         return "" if self._early is None else self._early.reason
 
     def unknown(self, values: Mapping[str, float]) -> list[str]:
-        """Return the watched metrics that are missing in ``values`` of an update, except metrics of evaluations."""
+        """Return the watched metrics that are missing in an update's ``values``, without metrics of evaluations."""
         followed = [rule.config.metric for rule in (self._early, self._tracker) if rule is not None]
         return [name for name in followed if name not in values and not name.startswith("eval/")]
 
     def wanted(self, state: LedgerState) -> str:
-        """Return why a new best needs a checkpoint, or ''."""
+        """Return the reason for a checkpoint of a new best result, or '' if no checkpoint is needed."""
         best = self._unmarked(state)
         if best is None or self._tracker is None or _checkpoint_of(best, state) is not None:
             return ""
         return f"new best {self._tracker.config.metric} {best.value:.4g} after update {best.step}"
 
     def holds(self, state: LedgerState) -> bool:
-        """Return True if no batch may be sealed, because the best weights are not in a checkpoint yet."""
+        """Return True if no batch may be sealed until the weights with the best evaluation are in a checkpoint."""
         followed = self._tracker.config.metric if self._tracker is not None else ""
         return followed.startswith("eval/") and bool(self.wanted(state))
 

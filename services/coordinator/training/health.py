@@ -22,12 +22,13 @@ from penstock.shared.protocol.jobs import HealthWarning, WarningKind
 __all__ = ["Change", "Health", "health_warnings", "rate_warnings"]
 
 WINDOW = 10
-"""Largest number of newest updates over which a share or mean is taken."""
+"""Maximum number of newest updates over which a rule takes a share or a mean."""
 SETTLED = 5
-"""Updates that a windowed rule needs while the run continues; at its end two suffice."""
+"""Number of updates that a rule over several updates needs during the run; at the end of the run two suffice."""
 LESS_SIGNAL, MORE_SIGNAL = 0.8, 0.6
-"""Share of groups without variance at which the warning is raised, and below which it is cleared. Likewise, TRUNCATED
-and WHOLE bound the share of truncated completions, UNSCORED and SCORED that of completions without a score."""
+"""Share of groups with equal rewards at which the warning about them is raised, and below which it is cleared.
+Likewise, TRUNCATED and WHOLE bound the share of truncated completions, UNSCORED and SCORED that of completions without
+a score."""
 SOLVED = 0.9
 """A task counts as solved if the mean reward exceeds the lowest reward seen by at least this share of the range of all
 rewards seen, or if this share of the episodes that arrive succeeds. It is then normal that the rewards of a group are
@@ -35,17 +36,18 @@ equal, or that all its episodes succeed."""
 TRUNCATED, WHOLE = 0.3, 0.2
 UNSCORED, SCORED = 0.01, 0.005
 COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
-"""Entropies below which the warning is raised, and from which it is cleared, as shares of the initial entropy. Neither
-exceeds ``LOW_ENTROPY`` (nats per token)."""
+"""Entropies below which the warning about low entropy is raised, and from which it is cleared, as shares of the initial
+entropy. Neither exceeds ``LOW_ENTROPY`` (nats per token)."""
 SPIKE, BEFORE, COOL = 10.0, 30, 5
-"""A spike exceeds ``SPIKE`` times the median of the ``BEFORE`` previous updates. Its warning lasts ``COOL`` updates."""
+"""A value is a spike if it exceeds ``SPIKE`` times the metric's median over the ``BEFORE`` previous updates. The
+warning about a spike lasts ``COOL`` updates."""
 LEAST_KL = 0.1
 STUCK_UPDATES, STUCK_AT_END, ENDS = 60, 30, 50
 """Updates that the rule `reward_stuck` needs during the run, and at its end. The rule compares the mean rewards of the
 first and last third of the run, of at most ``ENDS`` updates each."""
 STUCK_ERRORS, RISEN_ERRORS = 2.0, 3.0
-"""The rule raises its warning if the mean reward rose by at most the first number of standard errors, and clears it
-once the mean reward rose by more than the second number."""
+"""The rule `reward_stuck` raises its warning if the mean reward rose by at most the first number of standard errors,
+and clears the warning once the mean reward rose by more than the second number."""
 GRADIENTS = ("optimizer/grad_norm", "policy/grad_norm", "actor/grad_norm")
 LEAST_RATE, MOST_RATE, MOST_PRETRAINED_RATE = 1e-8, 1e-2, 1e-3
 """Bounds outside which a learning rate is likely a mistake; the last one is for all weights of a pretrained model."""
@@ -59,7 +61,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A warning that began, or ended (``message`` is '')."""
+    """Beginning of a warning with a ``message``, or end of a warning (``message`` is '')."""
 
     kind: WarningKind
     message: str
@@ -74,7 +76,7 @@ class Health:
         self.error = ""
         """The newest error of a scorer or simulator."""
         self.recent: Mapping[str, float] = {}
-        """Counts of the run since its newest metrics row, as ``Tally.since`` has them."""
+        """Counts of tokens and draws since the newest metrics row, from ``Tally.since``."""
         self._rows: deque[tuple[int, Row]] = deque(maxlen=BEFORE + WINDOW)
         self._first: list[tuple[int, float]] = []
         self._last: deque[tuple[int, float]] = deque(maxlen=ENDS)
@@ -246,7 +248,7 @@ class Health:
                 self._spikes["gradient"] = self._updates, text
 
     def _times(self, name: str, value: float, *, least: float) -> str:
-        """Return how far ``value`` exceeds the median of earlier updates, as text, or '' if it is no spike.
+        """Return a text about how far ``value`` exceeds the median of earlier updates, or '' if the value is no spike.
 
         Updates with value 0 had no signal, and do not count.
         """

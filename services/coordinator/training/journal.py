@@ -34,24 +34,25 @@ __all__ = ["Journal", "archive_whole", "read_snapshots"]
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_ENTRIES = 256
-"""A snapshot is due after this many entries, but not before their bytes reach the size of the last snapshot. So
+"""Number of entries after which a snapshot is due, if their bytes have reached the size of the last snapshot. So
 snapshots write no more bytes than entries do, and a leader reads few entries in addition to the newest snapshot."""
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 << 10, 16 << 20
 SEGMENT_SHARE = 256
 """A running job archives entries that its snapshots cover once they exceed 1/SEGMENT_SHARE of LEDGER. This threshold
 is at least ``MIN_SEGMENT_BYTES`` and at most ``MAX_SEGMENT_BYTES``."""
 JOB_SHARE = 8
-"""A job with more than 1/JOB_SHARE of LEDGER archives before it appends, and waits if it cannot."""
+"""A job whose entries take more than 1/JOB_SHARE of LEDGER must archive old entries before it appends a new one."""
 RESERVED_SHARE = 0.97
-"""Fill level of LEDGER above which a job with much data there must archive before it appends. The remaining space is
-for entries that name segments."""
+"""Fill level of LEDGER above which a job with many bytes in LEDGER must archive old entries before it appends a new
+one. The remaining space is for entries that name segments of the archive."""
 ENTRY_BYTES = 250
-"""Bytes that an entry takes in LEDGER beyond its events."""
+"""Bytes that an entry takes in LEDGER in addition to the bytes of its events."""
 WRITER = "Penstock-Writer"
-"""Header with the writer's id, which distinguishes the writer's own entry from an equal one of another leader."""
+"""Header with the id of the writer, by which a leader tells its own entry from another leader's entry of equal
+content."""
 FREE_EVERY_S, LOOK_EVERY_S = 5.0, 1.0
 KEEP = 2
-"""Number of newest snapshots that are kept; the older one is used if the newer cannot be verified."""
+"""Number of newest snapshots that are kept; the second newest is used if the newest cannot be verified."""
 
 
 class Journal:
@@ -84,7 +85,7 @@ class Journal:
 
     @property
     def last_seq(self) -> int:
-        """Sequence of the newest entry; 0: there is none."""
+        """Sequence of the newest ledger entry, or 0 if there is none."""
         return self._last_seq
 
     async def load(self) -> LedgerState:
@@ -122,7 +123,8 @@ class Journal:
         return state
 
     def failure(self) -> JobFailure | None:
-        """Return why the job failed, if the newest entry ended it; a leader may die before it reports the failure."""
+        """Return the failure that the newest ledger entry records, or None if that entry did not end the job as
+        failed."""
         events = decode_events(self._last_data) if self._last_data else []
         for event in events:
             if isinstance(event, PhaseChanged) and event.phase == "failed" and event.code:
@@ -187,7 +189,7 @@ class Journal:
         return seq
 
     async def _resolve(self, data: bytes) -> Message | None:
-        """Return the entry after ``last_seq``, which this writer appended, or None if there is none.
+        """Return the entry after ``last_seq`` if this writer appended it, or None if there is no such entry.
 
         Raises:
             Fenced: another writer appended that entry.
@@ -202,14 +204,15 @@ class Journal:
     # -- the archive -------------------------------------------------------------------------------------------------
 
     def upkeep(self) -> Callable[[], Awaitable[None]] | None:
-        """Return the background work that purges archived entries and archives others, or None if none is due."""
+        """Return background work that archives old entries and purges archived ones from LEDGER, or None if none is
+        due."""
         if self._archive is None or not self._upkeep_due:
             return None
         self._upkeep_due = False
         return self.keep_up
 
     async def keep_up(self) -> None:
-        """Purge entries of the segment that the ledger names, and write the next segment. Raises Unavailable."""
+        """Purge the entries that the newest named segment holds, and write the next segment. Raises Unavailable."""
         try:
             await self._purge()
             await self.archive()
@@ -220,7 +223,7 @@ class Journal:
             logger.error("%s: the ledger is not archived: %s", self._job, error)
 
     async def archive(self, *, below: int | None = None, least: int | None = None) -> None:
-        """Write the next segment, which the next entry will name.
+        """Write the next segment of the archive, which the next ledger entry will name.
 
         The segment holds entries below sequence ``below``, by default those that the second newest snapshot
         covers, if it can be verified. Nothing is written if the entries have fewer than ``least`` bytes.
@@ -267,7 +270,7 @@ class Journal:
             self._purged = self._segment.number
 
     async def _free(self, why: str) -> None:
-        """Archive old entries, name the segment in an entry without events, and purge them.
+        """Archive old entries, name their segment in a ledger entry without events, and purge the archived entries.
 
         Raises:
             StreamFull: nothing can be archived now; the message includes ``why``, the reason that room is needed.
@@ -288,7 +291,8 @@ class Journal:
         self._tried = self._looked = float("-inf")
 
     async def resume(self) -> int:
-        """Find the end of the ledger without a fold; return the sequence of the last entry, 0 if there is none."""
+        """Find the end of the ledger without reading all of it; return the sequence of the last entry, 0 if there is
+        none."""
         newest = await self._bus.last(subjects.LEDGER, self._subject)
         if newest is not None:
             self._last_seq, self._last_data = newest.seq, newest.data
@@ -310,7 +314,8 @@ class Journal:
         return True
 
     async def _covered(self, place: int) -> int:
-        """Return the last ledger sequence in the ``place``-th newest snapshot; 0 if that is missing or not verified."""
+        """Return the ledger sequence that the ``place``-th newest snapshot covers; 0 if it is missing or not
+        verified."""
         begun = await _begun(self._bus, self._job)
         for message in (await self._bus.get_whole(subjects.SNAPSHOTS, begun[-place:][:1])).values():
             if len(begun) < place:

@@ -61,13 +61,14 @@ __all__ = ["HALTED", "LOGPROBS_DIFFER", "NO_SIGNAL", "WRONG_WEIGHTS", "LedgerSta
 HALTED = "halted"
 """Code of a pause that the trainer requested."""
 LOGPROBS_DIFFER = "logprobs_differ"
-"""Drop reason: the posted log-probs are not the policy's. The key that posted them is distrusted from then on."""
+"""Drop reason: the posted log-probs are not those of the policy. The API key that posted them is distrusted from then
+on."""
 WRONG_WEIGHTS = "wrong_weights"
-"""Drop reason: the group came from weights that the ledger does not know under their version number."""
+"""Drop reason: the weights that sampled the group are not those that the ledger has for their version number."""
 KEPT_WEIGHTS = 256
 """Number of newest versions whose weight digests are kept: more than any lag bound."""
 NO_SIGNAL = "no_signal"
-"""Drop reason: the rewards of the group are all equal, so another draw replaced it."""
+"""Drop reason: the group has no learning signal (equal rewards, for example), so another draw replaced its draw."""
 
 
 @dataclass(slots=True)
@@ -218,15 +219,17 @@ class LedgerState:
         return number
 
     def update_index(self, number: int) -> int:
-        """Return how many updates of this lineage precede batch ``number``, the step of schedules and evaluations."""
+        """Return how many updates of this lineage precede batch ``number``; schedules and evaluations use this as its
+        step."""
         return self.updates + number - self.last_trained - 1
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
-        """Return True if ``weights`` (version, short digest) has a digest that differs from the ledger's."""
+        """Return True if a pair ``(version, short digest)`` in ``weights`` contradicts the ledger's digest of the
+        version."""
         return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:
-        """Return True if the ledger equation holds."""
+        """Return True if ``drawn``, the number of all draws, is the sum of trained, dropped and open draws."""
         return self.drawn == self.trained + self.dropped.total() + len(self.open)
 
     # -- the fold ----------------------------------------------------------------------------------------------------
@@ -426,7 +429,7 @@ class LedgerState:
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 
     def _publish(self, version: int, digest: str) -> None:
-        """Make ``version`` the newest one, with these weights."""
+        """Make ``version``, whose weights have ``digest``, the newest policy version."""
         self.version, self.digest = version, digest
         known = {**self.weights, version: short_digest(digest)}
         self.weights = {v: known[v] for v in list(known)[-KEPT_WEIGHTS:]}

@@ -1,4 +1,4 @@
-"""Reads the folded ledger of any job, and keeps those of finished jobs."""
+"""Reads and folds the ledger of any job, and keeps the folded ledgers of finished jobs in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["LedgerCache"]
 
 KEPT_STATES = 8
-"""Number of finished jobs whose folded ledger stays in memory, because every part of a download reads it."""
+"""Number of finished jobs whose folded ledgers stay in memory, because every part of a download reads one."""
 
 
 class LedgerCache:
-    """Folds ledgers, one finished job at a time.
+    """Returns folded ledgers of jobs. Folds the ledgers of finished jobs one at a time, and keeps the newest results.
 
     Args:
         record_of: returns the record of a job, or raises NotFound: ``JobStore.get``.

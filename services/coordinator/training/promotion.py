@@ -30,7 +30,7 @@ from penstock.shared.protocol.events import (
 __all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
 
 Decided = Promoted | PromotionRefused | CanaryBegun
-"""Decisions on a version."""
+"""Events that decide on a version: it is promoted, refused, or put on trial."""
 FIGURES = {
     "policy/kl_ref": "max_kl",
     "policy/entropy": "min_entropy",
@@ -74,12 +74,12 @@ class PromotionGate:
         self._arms = arms_of([])
 
     def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an update that the ledger keeps: those with a bound."""
+        """Return the metrics of an update that the ledger keeps, which are those with a bound."""
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 
     def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Decided | None:
-        """Return the event that decides on ``state.version``; None if it is decided, or not measured yet."""
+        """Return the event that decides on ``state.version``; None if it was decided before, or is not measured yet."""
         figures = self._figures(state)
         reason, known = self._grant(state, figures)
         flaws = [] if reason or self._is_decided(state) else self._flaws(state, figures)
@@ -119,13 +119,15 @@ class PromotionGate:
         )  # fmt: skip
 
     def arms(self, state: LedgerState) -> tuple[Arm, Arm]:
-        """Return the rewards of the version on trial and of the served one, recomputed only for new samples."""
+        """Return the rewards of the version on trial and of the served version; cached until the ledger has new
+        samples."""
         if self._judged is not state.judged:
             self._judged, self._arms = state.judged, arms_of(state.judged.values())
         return self._arms
 
     def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
-        """Return the reason to promote the newest version now, or ''; and the figures that the promotion records."""
+        """Return ``(reason to promote the newest version now, figures to record)``; the reason is '' if it is not
+        promoted."""
         served, metric = state.promoted, self.config.metric
         if served is None:
             return "initial", {}
@@ -143,11 +145,15 @@ class PromotionGate:
 
     @staticmethod
     def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
-        """Return True if a user requested the fork, its weights are the served ones, or it left no newer batches."""
+        """Return True if the version that a fork began may be served.
+
+        That is so if a user requested the fork, if its weights are the served ones, or if it left no newer batches.
+        """
         return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
 
     def lacks(self, state: LedgerState) -> bool:
-        """Return True if the held-out reward of the newest version is needed next, whatever the evaluation plan says.
+        """Return True if the held-out reward of the newest version must be measured next, regardless of the evaluation
+        plan.
 
         The reward is needed if that version is served, because others are compared with it, or if a fork began it,
         because the next training depends on it.
@@ -172,7 +178,7 @@ class PromotionGate:
         return state.figures | {metric: value} if math.isfinite(value) else dict(state.figures)
 
     def _flaws(self, state: LedgerState, figures: Mapping[str, float]) -> list[str]:
-        """Return the bounds that are certainly broken; a missing measurement breaks none."""
+        """Describe the bounds that the newest version breaks; a missing measurement breaks no bound."""
         served = {} if state.promoted is None else state.promoted.figures
         return broken_bounds(self.config, figures, served, measured=self.config.metric in figures)
 
@@ -230,7 +236,7 @@ def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> P
 def broken_bounds(
     config: PromotionConfig, figures: Mapping[str, float], served: Mapping[str, float], *, measured: bool = True
 ) -> list[str]:
-    """Return the bounds that ``figures`` of a version break, given the figures of the served version.
+    """Describe the bounds that a version with ``figures`` breaks; ``served`` has the figures of the served version.
 
     Args:
         measured: True if the held-out reward counts.
@@ -258,7 +264,8 @@ def _compared(figures: Mapping[str, float]) -> list[str]:
 
 
 def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """Return violations in a ledger: promoted versions that broke a bound or have other figures than their update."""
+    """Describe violations in a ledger: promoted versions that broke a bound, or whose figures differ from their
+    update's."""
     flaws: list[str] = []
     served: Mapping[str, float] = {}
     measured: Mapping[str, float] = {}
@@ -281,7 +288,7 @@ def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionCon
 
 
 def flaw_of_rollback(state: LedgerState, number: int) -> str:
-    """Return why training cannot roll back to checkpoint ``number``, or ''."""
+    """Return the reason why training cannot roll back to checkpoint ``number``, or '' if it can."""
     if number not in state.checkpoints:
         known = ", ".join(str(one) for one in sorted(state.checkpoints)) or "none"
         return f"there is no checkpoint {number} to go back to; there are: {known}"

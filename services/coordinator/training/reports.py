@@ -160,7 +160,7 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
 
 
 def _needed_after(run: RunFacts, start: int) -> int:
-    """Return the lowest sequence that a trainer needs if it begins after batch ``start``."""
+    """Return the lowest EXPERIENCE sequence that a trainer needs if it begins after batch ``start``."""
     needed = {seq for n, batch in run.state.batches.items() if n > start for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}
@@ -197,7 +197,8 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _reason_of_fork(run: RunFacts, report: Report) -> str:
-    """Return the trainer's reason, or a text about deletions if users' deletions removed all groups that it lacks.
+    """Return the trainer's reason for a fork, or a text about deletions if those removed all groups that the trainer
+    lacks.
 
     Before a deletion removes groups of a trained batch, it waits for a later checkpoint. If a trainer lacks the groups,
     that checkpoint became unreadable, or was never written.

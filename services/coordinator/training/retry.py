@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A wait for ``what`` on ``subject`` since ``since`` (Unix seconds); ``why``: the error of the bus."""
+    """A write that waits: the bus has refused ``what`` on ``subject`` since ``since`` (Unix seconds), with the error
+    ``why``."""
 
     what: str
     subject: str

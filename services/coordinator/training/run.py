@@ -48,10 +48,10 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Effects", "JobRun"]
 
 REPLAYED = 1000
-"""The draw that replays a dead letter has the attempt number ``id of the dead letter * REPLAYED``. So no two draws are
-equal, because the attempt numbers of redraws stay far below this factor."""
+"""Factor for attempt numbers: the draw that replays a dead letter has the attempt number ``id of the dead letter *
+REPLAYED``. So no two draws are equal, because the attempt numbers of redraws stay far below this factor."""
 FAILED_STREAK = 4
-"""The job fails if consecutive groups without scores would fill this many batches."""
+"""The job fails once consecutive groups without scores would fill this number of batches."""
 
 
 @dataclass(slots=True)
@@ -119,7 +119,7 @@ class JobRun:
         self.failure: JobFailure | None = None
         self.stop_early = ""
         self.new_best = ""
-        """Why a checkpoint is needed for a metric's new best, or ''."""
+        """Reason for a checkpoint because a metric has a new best value, or '' if none is needed."""
         self.requested = False
         """True if the user requested a checkpoint."""
         self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
@@ -132,11 +132,12 @@ class JobRun:
 
     @property
     def halted(self) -> str:
-        """Why the trainer paused the job, until a user resumes it, or ''."""
+        """Reason for which the trainer paused the job, until a user resumes the job; '' if the trainer did not pause
+        it."""
         return self.state.halted if self.desired != "running" else ""
 
     def halt(self, reason: str, now: float) -> list[Event]:
-        """Return the event that records why the trainer paused the job, or [] if the ledger has it."""
+        """Return the event that records that the trainer paused the job for ``reason``, or [] if the ledger has it."""
         if not self.state.started or self.state.finished or self.state.halted == reason:
             return []
         return [
@@ -146,7 +147,7 @@ class JobRun:
         ]
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Return the rollback that is due: by request, or because ``state`` has too many refused versions; or None."""
+        """Return the rollback that is due, by request or because ``state`` has too many refused versions, or None."""
         if self.asked_rollback is not None or self.promotion is None:
             return self.asked_rollback
         return self.promotion.rollback(state)
@@ -190,7 +191,8 @@ class JobRun:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def on_group(self, seq: int, header: GroupHeader) -> Verdict:
-        """Judge a group that arrived in EXPERIENCE. On DUPLICATE the caller deletes it."""
+        """Return the verdict on a group that arrived in EXPERIENCE; the caller deletes a group with the verdict
+        DUPLICATE."""
         if seq in self.stored or header.epoch > self.writer_epoch:  # repeated, or for another leader to judge
             return Verdict.ACCEPT
         self.stored[seq] = header.nbytes
@@ -218,7 +220,8 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """Judge a group that its draw does not need: a duplicate, or a batch's group that a new leader reads again."""
+        """Return the verdict on a group whose draw needs no group: a duplicate, or a group of a batch that a new leader
+        reads again."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
@@ -226,7 +229,7 @@ class JobRun:
         return Verdict.ACCEPT
 
     def take_up(self) -> int:
-        """Count the stored groups of trained batches from the ledger; return the first EXPERIENCE sequence to read.
+        """Count the stored groups of trained batches by the ledger; return the EXPERIENCE sequence from which to read.
 
         The group of an open draw has that sequence or a higher one, so lower messages affect no decision. Ledgers of
         earlier versions lack the sizes of groups: then all groups are read.
@@ -247,12 +250,12 @@ class JobRun:
 
     @property
     def max_batches(self) -> int | None:
-        """Number of policy updates of the whole run; None: until the data ends."""
+        """Number of policy updates of the whole run; None if the run continues until the data ends."""
         return self.config.train.max_updates
 
     @property
     def wants_checkpoint(self) -> str:
-        """Why the trainer should checkpoint now, or ''."""
+        """Reason for which the trainer should write a checkpoint now, or '' if there is none."""
         state, checkpoint = self.state, self.state.checkpoint
         unwanted = self.desired == "cancelled" and not self.last_checkpoint
         if checkpoint is None or checkpoint.number >= state.last_trained or unwanted:
@@ -268,7 +271,7 @@ class JobRun:
         return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
 
     def _deletion_waits_after(self, number: int) -> str:
-        """Return why a checkpoint is needed to delete groups that a trainer may still request, or ''."""
+        """Return the reason for a checkpoint if a user's deletion waits for one after batch ``number``, else ''."""
         if self.source.redraws:  # prompts belong to no user
             return ""
         after = (batch for trained, batch in self.state.batches.items() if trained > number)
@@ -285,7 +288,7 @@ class JobRun:
 
     @property
     def batch_ready(self) -> bool:
-        """True if enough groups wait for a batch, and none is sealed."""
+        """True if no batch is sealed, and enough groups have arrived for the next batch."""
         if self.state.sealed or len(self.candidates) < self.config.groups_per_batch:
             return False
         waiting = sum(found.verdict is Verdict.ACCEPT for found in self.candidates.values())
@@ -298,7 +301,7 @@ class JobRun:
 
     @property
     def training_done(self) -> bool:
-        """True if no further batch will be sealed or trained, not even one that waits for a refused one."""
+        """True if no further batch will be sealed or trained, not even a batch that waits behind a refused batch."""
         if self.state.trainable or self.rollback is not None:
             return False
         if self.stop_early:
@@ -374,7 +377,7 @@ class JobRun:
         return draft.events
 
     def on_report(self, report: Report, now: float) -> list[Event]:
-        """Return the events of a trainer's report, or [] if it is known already. Raises Refusal."""
+        """Return the events of a trainer's report, or [] if the ledger has the report already. Raises Refusal."""
         return events_of_report(self, report, now)
 
     def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
@@ -386,7 +389,7 @@ class JobRun:
         return draft.events
 
     def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
-        """Return the event that draws the prompt of a dead letter again, as a new attempt; [] if that was done.
+        """Return the event that draws a dead letter's prompt again, as a new attempt, or [] if that was done before.
 
         Raises:
             Conflict: the run draws nothing now, or has no room for a draw; or it never drew this prompt.

@@ -20,7 +20,7 @@ from penstock.shared.protocol.codec import pack, unpack
 __all__ = ["FOLD", "Snapshot", "decode_snapshot", "digest_of", "encode_snapshot"]
 
 FOLD = 5
-"""Version of the fold. Raise it with any change after which the same events produce another state."""
+"""Version of the fold's code. Raise it with any change after which the same events produce another state."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ def _digest(snapshot: Snapshot, job: str) -> str:
 
 
 def _describe(kind: type[Any], known: dict[str, str]) -> dict[str, str]:
-    """Return name -> fields of ``kind`` and of every dataclass and struct in its fields."""
+    """Return class name -> fields, for the class ``kind`` and every dataclass and struct in the types of its fields."""
     if kind.__name__ not in known and (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
         hints = get_type_hints(kind)
         known[kind.__name__] = str({name: str(hint) for name, hint in hints.items()})
@@ -101,5 +101,5 @@ def _counter(type_: Any, value: Any) -> Any:
 
 
 _LAYOUT = xxhash.xxh3_64_hexdigest(str(_describe(LedgerState, {})).encode())
-"""Digest of all field names and types of a state, so that a state with other fields is never decoded by accident."""
+"""Digest of all field names and types of a ``LedgerState``, so that no snapshot with other fields is ever decoded."""
 _decoder: msgspec.msgpack.Decoder[LedgerState] = msgspec.msgpack.Decoder(LedgerState, dec_hook=_counter)

@@ -15,7 +15,7 @@ from penstock.shared.protocol.ids import Draw
 __all__ = ["Fact", "LiveDeadLetter", "Supply", "Unreadable"]
 
 Fact = Callable[[], Awaitable[None]]
-"""Work that runs in sequence with the decisions of its job."""
+"""Work that a leader runs in sequence with the decisions of its job."""
 
 
 class Unreadable(NamedTuple):
@@ -39,11 +39,11 @@ class Supply(Protocol):
     """Creates the groups of one job on its leader."""
 
     retry: Retry
-    """The leader's retry, which reports the waits for the bus."""
+    """The leader's ``Retry``, which repeats refused writes and reports the waits for the bus."""
 
     @property
     def source(self) -> DrawSource:
-        """The part of the supply that takes part in each decision."""
+        """Source of the draws and batches, which takes part in each decision of the job."""
         ...
 
     async def recover(self, state: LedgerState) -> None:
@@ -55,7 +55,7 @@ class Supply(Protocol):
         ...
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
-        """Publish the groups of these draws. Safe to repeat."""
+        """Publish the groups of ``draws``. Safe to repeat."""
         ...
 
     def decided(self, state: LedgerState, *, ends: bool) -> Sequence[Event]:
@@ -75,7 +75,8 @@ class Supply(Protocol):
         ...
 
     async def requeue(self, letter: LiveDeadLetter) -> int:
-        """Accept a message that was unreadable; return how many of its interactions or items are new here.
+        """Accept a message that was unreadable before; return how many of its interactions or items are new to the
+        leader.
 
         Raises ProtocolError if it still cannot be decoded, and Unavailable. Safe to repeat.
         """

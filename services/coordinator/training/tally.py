@@ -20,18 +20,19 @@ LAG = metrics.histogram("lag_versions", "Policy lag of trained groups.", buckets
 
 KINDS = ("generated", "prefilled", "trained", "dropped")
 ENDS = frozenset({"run_ended", "cancelled", "failed"})
-"""Drop reasons of draws that the end of a run drops."""
+"""Reasons for which the end of a run drops draws."""
 
 
 def length_bucket(tokens: int) -> str:
-    """Return the bucket of a mean completion length: the next power of two, `0` if it is unknown."""
+    """Return the bucket of a mean completion length: the power of two at or above it, or `0` for an unknown length."""
     return str(1 << (tokens - 1).bit_length()) if tokens > 0 else "0"
 
 
 class Tally:
-    """Counts since the last row, and totals of the run. Dropped tokens are counted only of groups that had arrived.
+    """Counts tokens and draws since the last metrics row, and tokens of the whole run.
 
-    ``sources``: names of the prompt sources; with several, rows count each of them.
+    Dropped tokens are counted only of groups that had arrived. ``sources``: names of the prompt sources; with several,
+    rows count each of them.
     """
 
     def __init__(self, groups_per_batch: int, sources: Sequence[str]) -> None:
@@ -66,7 +67,7 @@ class Tally:
                 self._since["sequences/succeeded"] += sum(header.succeeded[i] for i in header.counted)
 
     def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
-        """Count decisions that are about to be committed; ``candidates``: the groups as they are before the commit."""
+        """Count the draws that ``events`` drop; call before the commit, while ``candidates`` still has their groups."""
         for event in events:
             if isinstance(event, Dropped) and event.reason not in ENDS:
                 self._since[f"dropped/{event.reason}"] += len(event.draws)
@@ -77,15 +78,15 @@ class Tally:
 
     @property
     def since(self) -> Mapping[str, float]:
-        """Counts since the last row."""
+        """Counts since the last metrics row."""
         return self._since
 
     def on_trained(self, batch: BatchSealed, candidates: Mapping[Draw, Candidate]) -> None:
-        """Keep the headers of the groups in ``batch``, which will now be recorded as trained, for its metrics row."""
+        """Keep the headers of the groups in ``batch``, which has been trained, for the metrics row of its update."""
         self._trained = [candidates[group.draw].header for group in batch.groups if group.draw in candidates]
 
     def row(self, batch: BatchSealed, trained_tokens: int, now: float) -> dict[str, float]:
-        """Return the values of the update that trained ``batch``, and start counting again."""
+        """Return the metrics row of the update that trained ``batch``, and start counting again."""
         self._tokens("trained", trained_tokens)
         seconds = max(now - self._began, 1e-6)
         values = {f"tokens/{kind}": float(self._since[f"tokens/{kind}"]) for kind in KINDS}

@@ -1,4 +1,4 @@
-"""One delivery attempt of an event."""
+"""Posts an event once to the address of a webhook: one attempt of a delivery."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ class WebhookStore:
     async def create(
         self, url: str, types: list[str], *, job: str | None, description: str, key: str = ""
     ) -> StoredWebhook:
-        """Store a new webhook that starts at the next event; a repeated ``key`` returns the webhook that it created.
+        """Store a new webhook, which gets the events from now on. If ``key`` was used before, return the webhook that
+        the earlier call created.
 
         The position is stored before the webhook, so that every webhook has a position.
 

@@ -117,7 +117,7 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
 
 
 def _hint(error: str, backend: str, python: str) -> str:
-    """Return how to install a missing module of the backend or of the user's task; '' for other errors."""
+    """Return advice on how to install a module that ``error`` says is missing, or '' for any other error."""
     missing = re.search(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)", error)
     if missing is None:
         return ""
@@ -158,7 +158,8 @@ def _still(spec: EnvSpec) -> NDArray[Any]:
 
 
 def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
-    """Begin an episode and step it once, or film it with ``camera``; return the spec, and why that failed or ''."""
+    """Begin an episode, and step it once (or film it, with ``camera``); return ``(spec, reason of a failure or
+    '')``."""
     simulator = open_simulator(request, sims_dir)
     first = np.zeros(1, np.int32)
     try:

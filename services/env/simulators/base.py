@@ -15,14 +15,16 @@ from penstock.shared.protocol.embodied.environment import EnvSpec, ObservationMe
 __all__ = ["Chunk", "Look", "Named", "Simulator", "Started", "Stepping", "Stored"]
 
 Named = dict[str, NDArray[Any]]
-"""Observations by name, each [n, ...]. Valid until the next call of the simulator."""
+"""Observations of n environments by name, each an array [n, ...]. Valid until the next call of the simulator."""
 
 
 class Look(Protocol):
-    """Reads the observations of a request's n environments. Valid until the next call of the simulator."""
+    """Function that reads the observations of a request's n environments. Valid until the next call of the
+    simulator."""
 
     def __call__(self, rows: NDArray[np.bool_] | None = None, *, final: bool = False) -> Named:
-        """Return current (or ``final``) observations of the environments where ``rows`` [n] is True; None: of all."""
+        """Return current (or ``final``) observations of the environments where ``rows`` [n] is True; None means all of
+        them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -86,7 +88,7 @@ class Chunk:
 
     @property
     def observations(self) -> Named:
-        """Observations [n, ...] after the chunk; the first ones of the next episode in rows where one began."""
+        """Observations [n, ...] after the chunk; in rows where a new episode began, its first observations."""
         return self.look()
 
     @property
@@ -104,7 +106,7 @@ class Stepping(Protocol):
 
     @property
     def until(self) -> float:
-        """Time limit (monotonic seconds)."""
+        """Deadline of the chunk (monotonic seconds)."""
 
 
 class Simulator(Protocol):
@@ -131,28 +133,29 @@ class Simulator(Protocol):
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
-        """Execute ``actions`` [n, C, ...] in ``env_ids`` [n], each until its episode ends; no other environment moves.
+        """Execute ``actions`` [n, C, ...], C per environment, in ``env_ids`` [n]; each stops when its episode ends.
 
-        The caller has checked that no episode of ``env_ids`` has ended, and that the actions match ``spec``. After an
-        episode ends, the environment starts the episode of its ``next_state_ids`` [n]; None: it starts none.
+        No other environment moves. The caller has checked that no episode of ``env_ids`` has ended, and that the
+        actions match ``spec``. After an episode ends, the environment starts the episode of its ``next_state_ids`` [n];
+        None: it starts none.
         """
 
     def begin_step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Stepping:
-        """Begin a ``step`` without waiting for its result. ``finish_step`` must be the next call."""
+        """Begin a ``step`` without waiting for its result. The next call must be ``finish_step``."""
 
     def finish_step(self, stepping: Stepping) -> Chunk:
-        """Wait until a chunk is executed or its time is up, and return the result of the ``step``."""
+        """Wait until a chunk is executed or its time limit is reached, and return the result of the ``step``."""
 
     def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
-        """Store the running episodes of ``env_ids`` [n], which continue as if this had not happened.
+        """Return snapshots of the running episodes of ``env_ids`` [n]; the snapshots do not affect the episodes.
 
         Requires ``spec.has_snapshots``. Raises ProtocolError if the environment holds something that cannot be stored.
         """
 
     def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:
-        """Continue stored episodes in ``env_ids`` [n], also those of another session, or of a process that ended.
+        """Continue episodes from ``snapshots`` in ``env_ids`` [n]; another session or process may have stored them.
 
         Equal actions then give equal observations, rewards, ends and states, bit for bit.
 

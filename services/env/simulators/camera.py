@@ -26,13 +26,15 @@ if TYPE_CHECKING:  # an interpreter of simulators does not have the package
 __all__ = ["Filmed", "Pictured", "choose_renderer", "shrunk"]
 
 FRAMES_PER_S = 20
-"""Frame rate of films. A film skips steps of long episodes, and of simulators with three times this rate or more."""
+"""Frame rate of films. If an episode is long, or a simulator has three times this rate or more, the film skips
+steps."""
 MOST_FRAMES = 600
 LAST_FRAMES = 20
 """Number of frames that repeat the last image at the end of a film."""
 MOST_FILM_BYTES = 4 << 20
 DRAWN = 128
-"""Approximate longer side (pixels) to render for a smaller observation ``image``; downscaling then smooths edges."""
+"""Approximate longer side (pixels) of rendered images for the observation ``image``; a smaller observation is
+downscaled from this size, which smooths edges."""
 SHOWN = 256
 """Approximate longer side of films (pixels) that show the observation ``image``."""
 BRIGHTNESS = np.array([299, 587, 114], np.uint32)
@@ -41,7 +43,8 @@ IMAGE = "image"
 
 
 class Pictured:
-    """Adds the observation ``image`` to an environment: uint8 [height, width, channels], the newest frame last.
+    """Adds the observation ``image`` to an environment: uint8 [height, width, channels of all frames], the newest frame
+    last.
 
     Raises:
         ValueError: the environment already has an observation of this name.

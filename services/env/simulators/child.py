@@ -63,7 +63,7 @@ WORD = 8
 ALIGN = 64
 PR_SET_PDEATHSIG = 1
 MAX_REASON = 2000
-"""Maximum characters of an error message to the client; the log has all of it."""
+"""Maximum characters of an error message to the client; the log has the whole message."""
 
 CAMERA_NICENESS = 10
 """Niceness of processes that film, so that processes of training run first."""
@@ -73,17 +73,19 @@ Message = dict[str, Any]
 Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
 """Observations, reward, terminated, truncated, success of one step."""
 Values = dict[str, Any]
-"""None, bool, int, float, str, NumPy scalars and arrays, and tuples, lists and dicts (with string keys) of them."""
+"""Values of a snapshot by name: None, bool, int, float, str, NumPy scalars and arrays, and tuples, lists and dicts
+(with string keys) of these types."""
 
 
 class Environment(Protocol):
-    """One environment, implemented by the adapters in ``backends``, whose ``make(env_id, options)`` returns it."""
+    """One environment. Each adapter in ``backends`` implements it, and returns one from ``make(env_id, options)``."""
 
     spec: Message
-    """``observations``: name -> (shape, dtype); ``action``: (shape, dtype); ``num_actions`` or None; ``low``, ``high``;
-    ``max_episode_steps`` or None; ``has_success``; ``versions``; ``snapshots``, true for a ``Restorable`` one."""
+    """Properties: ``observations``, name -> (shape, dtype); ``action``, (shape, dtype); ``num_actions`` or None;
+    ``low`` and ``high`` of actions; ``max_episode_steps`` or None; ``has_success``; ``versions``; ``snapshots`` (True:
+    restorable)."""
     task: str
-    """Description of the task, or ''."""
+    """Description of the task, or '' if there is none."""
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
         """Start episode ``state_id``, which determines all randomness in it; return the first observations."""
@@ -110,7 +112,7 @@ class Restorable(Environment, Protocol):
 
 
 class Filmable(Restorable, Protocol):
-    """An environment with a camera. It has snapshots only if its spec says so."""
+    """An environment with a camera. Its methods for snapshots work only if its spec has ``snapshots: True``."""
 
     frames_per_s: float
     """Steps per second of simulated time."""
@@ -150,7 +152,7 @@ class Channel:
 
 
 def holds_message(connection: socket.socket) -> bool:
-    """Return True if a whole message can be read without waiting; False also if the other end is closed."""
+    """Return True if a whole message can be read without waiting, and False if not, or if the other end is closed."""
     try:
         sizes = connection.recv(LENGTHS.size, socket.MSG_PEEK)
         (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
@@ -182,18 +184,19 @@ def _decoded(data: bytearray, start: int) -> tuple[Message, list[NDArray[Any]]]:
 
 
 def _padded(data: bytes) -> bytes:
-    """Pad with spaces to a multiple of eight bytes, which JSON allows at its end and which aligns the arrays."""
+    """Pad ``data`` with spaces to a multiple of eight bytes. JSON allows spaces at its end, and arrays become
+    aligned."""
     return data + b" " * (-len(data) % WORD)
 
 
 def pack_values(values: Values) -> bytes:
-    """Encode values. Raises TypeError if they hold something else than ``Values`` allows."""
+    """Encode the values of a snapshot. Raises TypeError for a value of a type that ``Values`` does not allow."""
     arrays: list[NDArray[Any]] = []
     return _encoded({"values": _plain(values, arrays)}, arrays)
 
 
 def unpack_values(data: bytes) -> Values:
-    """Decode a result of ``pack_values``. Raises ValueError if ``data`` is something else."""
+    """Decode the result of ``pack_values``. Raises ValueError if ``data`` is not such a result."""
     try:
         start, length = LENGTHS.unpack_from(data)
         if LENGTHS.size + start + length != len(data):
@@ -282,7 +285,7 @@ class Host:
     """Holds the environments of this process and executes requests on them."""
 
     def __init__(self, make: Callable[[], Environment], num_envs: int, about: Message) -> None:
-        """Create the environments. ``about``: request for them; ``restore`` refuses snapshots of another request."""
+        """Create the environments. ``about``: the request for them; snapshots made for another request are refused."""
         self._make, self._about = make, about
         self._environments: list[Environment | None] = [make() for _ in range(num_envs)]
         first = self._environments[0]
@@ -291,7 +294,8 @@ class Host:
         self._shared: SharedObservations
 
     def share(self, descriptor: int, *, spaces: Mapping[str, Sequence[Any]], first: int, total: int) -> None:
-        """From now on, write observations into this memory for ``total`` environments, from row ``first`` on."""
+        """From now on, write observations into the shared memory ``descriptor`` of ``total`` rows, from row ``first``
+        on."""
         rows = slice(first, first + len(self._environments))
         self._shared = SharedObservations(descriptor, spaces, total, rows)
 
@@ -320,7 +324,8 @@ class Host:
         return {"lost": lost, "tasks": tasks}, [hashes]
 
     def _start(self, i: int, env: int, state: int, lost: dict[int, str]) -> tuple[int, str]:
-        """Begin an episode; return the hash of its first state and its task. A failure goes to ``lost``."""
+        """Begin an episode; return the hash of its first state, and its task. Store the reason of a failure in
+        ``lost``."""
         try:
             environment = self._environments[env]
             if environment is None:
@@ -332,7 +337,8 @@ class Host:
         return 0, ""
 
     def _step(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Execute a chunk in each environment until its episode ends; then begin the next one if requested."""
+        """Execute a chunk of actions in each environment; if an episode ends, begin the next one if that is
+        requested."""
         env_ids, actions, next_state_ids = arrays
         n, C = actions.shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.full(n, C, np.int32)

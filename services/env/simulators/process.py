@@ -37,7 +37,8 @@ CHILD = Path(__file__).with_name("child.py")
 OPEN_LIMIT_S = 180.0
 """Timeout to create environments; importing a simulator's libraries alone may take many seconds."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Seals that fix the size of the memory of observations: if a process shortened it, its readers would be killed."""
+"""Seals that fix the size of the memory of observations: if a process shrank the memory, its readers would be
+killed."""
 CLOSE_LIMIT_S = 2.0
 """Time that children get to exit before they are killed."""
 
@@ -232,7 +233,8 @@ class ProcessSimulator:
         return asked
 
     def _collect(self, asked: _Asked) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
-        """Return (rows of the request, header, arrays) of each reply. Rows of lost processes go to ``asked.lost``."""
+        """Return ``(rows of the request, header, arrays)`` of each reply; add rows of lost processes to
+        ``asked.lost``."""
         answers = []
         for number, places in asked.rows:
             answer = self._answer(number, places, asked.until, asked.lost)
@@ -289,7 +291,7 @@ class ProcessSimulator:
         return np.flatnonzero((env_ids >= first) & (env_ids < first + self._sizes[number]))
 
     def _look(self, env_ids: NDArray[np.int32], rows: NDArray[np.bool_] | None = None, *, final: bool = False) -> Named:
-        """Read observations of ``env_ids`` in the shared memory; those of processes that ended are zeros."""
+        """Read observations of ``env_ids`` in the shared memory; environments of ended processes have zeros."""
         shared = self._memory.shared.final if final else self._memory.shared.current
         if rows is None and env_ids.tobytes() == self._everyone:
             return dict(shared)
@@ -336,7 +338,7 @@ class _SharedMemory:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Asked:
-    """A request to the processes.
+    """A request that was sent to the processes and whose replies are not all read.
 
     Attributes:
         rows: number of each process that was asked, and its rows of the request.
@@ -497,5 +499,5 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
 
 
 def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
-    """Return ``reasons`` by row of the whole request instead of by row of one process (a string, as in JSON)."""
+    """Map ``reasons``, whose keys are rows (as text) in the request to one process, to rows of the whole request."""
     return {int(places[int(place)]): reason for place, reason in reasons.items()}

@@ -14,7 +14,7 @@ __all__ = ["CallError", "Tool", "open_tool"]
 
 
 def open_tool(config: ToolConfig) -> Tool:
-    """Open the tool of a config. May run user code: call it in a process that can be killed.
+    """Open the tool that ``config`` describes. This may run user code: call it in a process that can be killed.
 
     Raises:
         ToolError: the tool cannot be opened; the text says what to do.

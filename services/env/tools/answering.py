@@ -1,4 +1,4 @@
-"""Replies of a tool process to calls; exceptions of user code become replies too."""
+"""Answers calls in a tool process; exceptions of user code become replies, too."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_ERROR_CHARS = 600
 
 
 class Toolbox:
-    """Open tools of a process, with their argument schemas."""
+    """The tools that a process has opened, with their argument schemas."""
 
     def __init__(self, configs: list[Any], open_: Callable[[Any], Tool]) -> None:
         """Open all tools. Exceptions of ``open_`` propagate."""
@@ -41,7 +41,7 @@ class Toolbox:
 
 
 def attempt(what: str, action: Callable[[], str]) -> dict[str, str]:
-    """Run ``action`` and return a ``ToolReply`` with its result or error, as a message."""
+    """Run ``action`` (called ``what`` in errors), and return its result or error as the message of a ``ToolReply``."""
     try:
         return _reply("ok", action())
     except CallError as error:

@@ -1,4 +1,4 @@
-"""Protocol of tools: take the arguments of one call, return text."""
+"""Protocol of tools, which take the arguments of one call and return text."""
 
 from __future__ import annotations
 

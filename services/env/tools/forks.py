@@ -31,7 +31,7 @@ _MAX_WORDS = 64
 
 
 def main() -> None:
-    """Send ``{"error": TEXT}``, with '' if the tools could be opened; then serve until the channel closes."""
+    """Open the tools and send ``{"error": TEXT}``, with '' for success; then serve until the channel closes."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
     die_with(parent, "env")

@@ -15,7 +15,7 @@ __all__ = ["Method", "Objects", "load_classes"]
 
 
 def load_classes(configs: Iterable[MethodTool]) -> dict[str, Any]:
-    """Return the classes by path. Runs user code.
+    """Import the classes of the tools, which runs user code, and return them by path.
 
     Raises:
         ToolError: a class cannot be imported, is not a class, or lacks a method.
@@ -69,7 +69,7 @@ class Method:
         self._config, self._objects = config, objects
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result, as JSON unless it is text. Exceptions other than ValueError break the tool.
+        """Return the method's result, as JSON unless it is text. Any exception but ValueError is a failure of the tool.
 
         Raises:
             CallError: the method raised ValueError.

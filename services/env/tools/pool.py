@@ -24,7 +24,7 @@ class ToolPool:
     def __init__(self, tools: Sequence[ToolConfig], size: int) -> None:
         self._tools = tools
         self._idle: list[ToolProcess] = []
-        """Idle processes; last in, first out, so that as few processes run as calls need."""
+        """Idle processes. The one used last is used next, so that no more processes start than calls need."""
         self._slots = asyncio.Semaphore(size)
         self._tried = 0.0
         self.refused: tuple[float, str] | None = None

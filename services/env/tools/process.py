@@ -24,7 +24,7 @@ __all__ = ["OPEN_LIMIT_S", "ToolProcess", "tools_command"]
 
 OPEN_LIMIT_S = 60.0
 _BROKEN = (OSError, ValueError, RecursionError, msgspec.MsgspecError)
-"""Errors that mean: out of processes or memory, a broken pipe, an invalid reply."""
+"""Errors by which a tool process fails: no more processes or memory, a broken pipe, or an invalid reply."""
 
 
 class ToolProcess:

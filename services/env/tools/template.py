@@ -29,7 +29,8 @@ _MAX_WORDS = 4096
 
 
 class ObjectTemplate:
-    """Creates episodes of one job. If the process dies, its episodes are lost; the next episode restarts it."""
+    """Creates episodes of one job. If the forking process dies, its episodes are lost; the next episode starts a new
+    process."""
 
     def __init__(self, tools: Sequence[MethodTool]) -> None:
         self._tools = tools

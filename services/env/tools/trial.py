@@ -1,4 +1,4 @@
-"""Process that imports each tool of a user and calls it once, before the user's job is submitted.
+"""Process that imports each tool of a user's job and calls it once, before the job is submitted.
 
 The arguments are the first example in the tool's JSON schema, or else simple values of its types. Started by
 ``run_trial`` as ``python -m penstock.services.env.tools.trial FD PARENT``.
@@ -61,7 +61,7 @@ def _function(config: FunctionTool) -> Function:
 
 
 def _class(config: MethodTool) -> dict[str, Any]:
-    """Return ``{path: class}``. Raises ToolError if class or method does not take the arguments that it will get."""
+    """Return ``{path: class}``. Raises ToolError if the class or the method does not take the arguments it will get."""
     found = load_classes([config])
     made, name = found[config.path], config.method or config.name
     check_call(made, f"the class '{shown_name(config.path)}'", "seed, row", ToolError, seed=0, row={})
@@ -71,7 +71,8 @@ def _class(config: MethodTool) -> dict[str, Any]:
 
 
 def _check(function: Callable[..., Any], config: FunctionTool | MethodTool, what: str, *own: object) -> None:
-    """Check that ``function`` takes ``own`` with all arguments of the schema, and with only the required ones."""
+    """Check that ``function`` takes all arguments of the schema, and only the required ones, each time after
+    ``own``."""
     schema = config.parameters
     for names in (schema.get("properties", {}), schema.get("required", [])):
         check_call(function, what, ", ".join(names), ToolError, *own, **dict.fromkeys(names))
@@ -152,7 +153,7 @@ def _simple(schema: Mapping[str, Any]) -> Any:
 
 
 def main() -> None:
-    """Try the tools once."""
+    """Serve one trial: import the tools of the request, call each once, and report the findings."""
     serve_trial("env", try_tools)
 
 

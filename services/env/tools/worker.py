@@ -23,7 +23,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Send ``{"error": TEXT}``, with '' if the tools could be opened; then answer calls until the channel closes."""
+    """Open the tools and send ``{"error": TEXT}``, with '' for success; then answer calls until the channel closes."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent, "env")

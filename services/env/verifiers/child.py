@@ -32,7 +32,7 @@ MODEL = "policy"
 MAX_STEPS = 8
 """Maximum number of steps of an episode that the env service has not fetched; usually there is at most one."""
 END_S = 4.0
-"""Time limit to end all started work once the env service is gone."""
+"""Time (seconds) after which this process exits once the env service is gone, even if its episodes have not ended."""
 
 Message = dict[str, Any]
 
@@ -67,7 +67,8 @@ class Episode:
 
     def __init__(self) -> None:
         self.steps: asyncio.Queue[Message] = asyncio.Queue(MAX_STEPS + 2)
-        """Queue of steps for the env service; beyond MAX_STEPS it has room for the last step and for an abort."""
+        """Queue of steps for the env service. In addition to MAX_STEPS it has room for the last step and for an
+        abort."""
         self.turn: asyncio.Future[Message | None] | None = None
         self.trace: Any = None
         self.problem = ""
@@ -77,7 +78,7 @@ class Episode:
         self._tools: list[Message] = []
 
     def take(self, trace: Any, body: Message) -> list[Message]:
-        """Return the new messages of a request. Raises ValueError if it does not continue the conversation."""
+        """Return the new messages of a request. Raises ValueError if the request does not continue the conversation."""
         if self.turn is not None and not self.turn.done():
             raise ValueError("it asks for several turns of the policy at once")
         if self.trace is not None and trace is not self.trace:
@@ -308,7 +309,7 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """Return an agent's config. Unless set otherwise, its harness is Penstock's and its runtime a subprocess."""
+    """Return an agent's config; by default, its harness is that of Penstock and its runtime is a subprocess."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:
@@ -359,7 +360,7 @@ async def run(channel: Channel, vf: Any, env: Any) -> None:
 
 
 def main() -> None:
-    """Open the environment, send ``{"error": TEXT}`` with '' if that succeeded, and then serve episodes."""
+    """Open the environment and send ``{"error": TEXT}``, with '' for success; then serve episodes."""
     channel, spec = Channel(int(sys.argv[1])), json.loads(sys.argv[2])
     os.set_inheritable(int(sys.argv[1]), False)  # processes of the environment must not keep the channel open
     try:

@@ -36,7 +36,8 @@ OPENING = "environment.env"
 
 
 class VerifiersHost:
-    """Creates episodes of one job. If the process dies, its episodes are lost; the next episode restarts it."""
+    """Creates episodes of one job. If the verifiers process dies, its episodes are lost; the next episode starts a new
+    one."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         self._config = config
@@ -88,7 +89,7 @@ class HostedEpisode:
         self._process, self._episode = process, episode
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Begin or continue the episode. The reply is ``lost`` if the process died, perhaps because of another episode.
+        """Begin or continue the episode. The reply is ``lost`` if the verifiers process died, even by another episode.
 
         Raises:
             ToolError: the step took longer than ``limit_s``, or its text is too long.

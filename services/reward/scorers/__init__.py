@@ -42,7 +42,7 @@ _TYPES: dict[type, Callable[[Any], Scorer | GroupScorer]] = {
 
 
 def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
-    """Open the scorer of a config. May run user code and load a model: call it in a worker process.
+    """Open the scorer that ``config`` describes. This may run user code and load a model: call it in a worker process.
 
     Raises:
         ScoringError: the scorer cannot be opened; the text says what to do.
@@ -53,7 +53,8 @@ def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
 
 
 def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer) -> GroupScorer:
-    """Import and open a group scorer. Imports at the top would double the start time of every scorer process."""
+    """Import the module of a group scorer and open it. Importing all modules would double the start time of
+    processes."""
     if isinstance(config, RewardModelScorer):
         from penstock.services.reward.scorers.reward_model import RewardModel
 

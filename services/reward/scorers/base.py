@@ -63,7 +63,7 @@ class Closable(Protocol):
 
 
 def need_answer(answer: str | None, scorer: str) -> str:
-    """Return the reference answer.
+    """Return ``answer``, the reference answer that ``scorer`` needs, if there is one.
 
     Raises:
         ScoringError: the data has no reference answer.

@@ -41,7 +41,7 @@ class Code:
         except SandboxError as error:
             raise ScoringError(str(error)) from None
         self._judge: Sandbox | None = None
-        """Sandbox for test statements, started once a row has some."""
+        """Sandbox for test statements; started when the first row with test statements comes."""
         self.about = f"sandbox: {self._sandbox.mechanism}"
 
     def close(self) -> None:
@@ -69,7 +69,8 @@ class Code:
             raise ScoringError(str(error)) from None
 
     def _share_passed(self, program: str, tests: Sequence[StatementTest | CallTest | StreamTest]) -> float:
-        """Return the fraction of tests passed, or 1 or 0 without ``partial``. Raises SandboxError."""
+        """Return the fraction of tests that pass; without ``partial``, return 1 if all pass, else 0. Raises
+        SandboxError."""
         deadline = time.monotonic() + self._config.time_limit_s
         steps: list[StatementTest | CallTest] = [test for test in tests if not isinstance(test, StreamTest)]
         passed = self._passed_steps(program, steps, deadline)
@@ -81,7 +82,7 @@ class Code:
         return passed / len(tests) if self._config.partial else float(passed == len(tests))
 
     def _passed_steps(self, program: str, tests: Sequence[StatementTest | CallTest], deadline: float) -> int:
-        """Return how many statements and calls pass, one after another in one run of the program.
+        """Run all statements and calls one after another, in one run of the program; return how many of them pass.
 
         Statements decide whether they pass, so they never share a process with the program. A call only reports a
         value, which this process compares.
@@ -104,7 +105,7 @@ class Code:
         )
 
     def _passes(self, program: str, test: StreamTest, deadline: float) -> bool:
-        """Return True if the program passes the test in its own run. The program cannot see the expected output."""
+        """Return True if a separate run of the program prints the output that ``test`` expects, which it cannot see."""
         if time.monotonic() >= deadline:
             return False
         outcome = self._sandbox.run(Job(program, [], ""), test.stdin, _left(deadline))
@@ -133,7 +134,7 @@ def equal_values(found: Any, wanted: Any) -> bool:
 
 
 def builtins_tested(statements: Sequence[str]) -> list[str]:
-    """Return a list with the builtin name that ``statements`` test, if they use no other name; else [].
+    """Return ``[name]`` if ``statements`` use no other name than one builtin name, which they test; else [].
 
     ``assert sum(10, 15) == 6`` tests the program's ``sum``, because the statement uses nothing else of the program. If
     statements use other names, their builtins stay Python's: otherwise a program could replace ``all``.

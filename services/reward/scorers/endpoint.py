@@ -24,7 +24,7 @@ _QUOTED = 200
 _NOT_TAKEN = {429, 503}
 """Status codes by which the server states that it did not process the request."""
 _PASSING = {408, 425, 500, 502, 504} | _NOT_TAKEN
-"""Status codes that may be transient; retried only if a repeated request is harmless."""
+"""Status codes that may be transient; except 429 and 503, they are retried only if a repeated request is harmless."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,8 @@ class Endpoint:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _post(self, call: Call) -> bytes:
-        """Make one attempt. Raises _Passing if a retry may help, else ScoringError."""
+        """Send one request and return the body of its response. Raises _Passing if a retry may help, else
+        ScoringError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with await self._sent(call) as reply:
@@ -123,7 +124,7 @@ class Endpoint:
         raise ScoringError(text)
 
     async def _sent(self, call: Call) -> AbstractAsyncContextManager[httpx.Response]:
-        """Start the request, to a checked address. Raises Unavailable if the address is not permitted."""
+        """Prepare the request, to an address that was checked. Raises Unavailable if the address is not permitted."""
         if self._private:
             return self._client.stream("POST", self._url, content=call.body, headers=call.headers)
         target, netloc, name = await pinned(httpx.URL(self._url), private=False, setting="PENSTOCK_SCORER_PRIVATE")
@@ -140,7 +141,7 @@ class Endpoint:
 
 
 def variable(name: str, what: str) -> str:
-    """Return a secret from the environment.
+    """Return the value of the environment variable ``name``, which holds a secret.
 
     A job config chooses the secret's destination, so the deployment lists the variables that may be used.
 

@@ -17,7 +17,7 @@ class Exact:
         self._ignore_case = config.ignore_case
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """Return 1 or 0."""
+        """Return 1 if the completion equals the reference answer, else 0."""
         found, wanted = completion.strip(), need_answer(answer, "exact").strip()
         if self._ignore_case:
             found, wanted = found.casefold(), wanted.casefold()

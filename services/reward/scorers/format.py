@@ -17,5 +17,5 @@ class Format:
         self._pattern = re.compile(config.pattern, re.DOTALL)
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """Return 1 or 0."""
+        """Return 1 if the whole completion matches the pattern, else 0."""
         return float(self._pattern.fullmatch(completion) is not None)

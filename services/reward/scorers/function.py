@@ -15,7 +15,8 @@ class Function:
     """Calls ``function(prompt, completion, answer, row, **args)``."""
 
     def __init__(self, config: FunctionScorer) -> None:
-        """Import the function, which runs user code. Raises ScoringError if that fails or it takes other arguments."""
+        """Import the function, which runs user code. Raises ScoringError if the import or a check of arguments
+        fails."""
         self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args
         what, shown = f"scorer function '{shown_name(config.path)}'", "prompt, completion, answer, row, **args"

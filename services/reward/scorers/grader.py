@@ -33,7 +33,7 @@ class OpenGrader:
     """Grades all completions of a group before one deadline."""
 
     def __init__(self, config: GraderScorer) -> None:
-        """Open all parts. Raises GradingError if a part cannot be opened."""
+        """Open all parts of the grader. Raises GradingError if a part cannot be opened."""
         self._config = config
         self._parts: dict[str, OpenPart] = {}
         try:

@@ -50,7 +50,7 @@ class ScoreModelPart:
         self._endpoint.close()
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """Grade samples; see ``OpenPart``. Sends equal requests once."""
+        """Return one score or error per sample; equal requests to the model are sent only once."""
         bodies: list[bytes | GradingError] = [self._body(sample, item) for sample in samples]
         asked = list(dict.fromkeys(body for body in bodies if isinstance(body, bytes)))
         replies = self._endpoint.post_all([Call(body) for body in asked], max(0.0, deadline - time.monotonic()))

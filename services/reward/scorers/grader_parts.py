@@ -34,7 +34,7 @@ def _penstock_grade(sample, item):
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 """
-"""Code appended to the program to report its exceptions, because a user's grader may raise anything."""
+"""Code that is appended to the program of a user's grader, so that any exception of ``grade`` is reported."""
 
 
 class GradingError(ScoringError):
@@ -57,7 +57,7 @@ class OpenPart(Protocol):
 
 
 def sample_of(completion: str) -> Sample:
-    """Build the sample for graders."""
+    """Build the ``Sample`` of a completion, which graders read."""
     sample: Sample = {"output_text": completion}
     with contextlib.suppress(orjson.JSONDecodeError):
         sample["output_json"] = orjson.loads(completion)
@@ -86,7 +86,7 @@ class _Filled:
         """Do nothing: no resources are held."""
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """Grade samples; see ``OpenPart``."""
+        """Return one score or error per sample; see ``OpenPart.grade``."""
         return [self._grade(sample, item) for sample in samples]
 
     def _grade(self, sample: Sample, item: dict[str, Any]) -> Score:
@@ -100,12 +100,13 @@ class _Filled:
             return GradingError("other_error", str(error))
 
     def _compare(self, text: str, reference: str) -> float:
-        """Return the score. Raises ValueError if the texts cannot be compared."""
+        """Return the score of ``text`` compared with ``reference``. Raises ValueError if the texts cannot be
+        compared."""
         raise NotImplementedError
 
 
 class StringCheck(_Filled):
-    """Returns 1 if the comparison holds, else 0."""
+    """Returns 1 if the two texts satisfy the configured operation (equal, different or contained), else 0."""
 
     _config: StringCheckGrader
 
@@ -122,7 +123,7 @@ class StringCheck(_Filled):
 
 
 class TextSimilarity(_Filled):
-    """Returns a similarity from 0 to 1."""
+    """Returns the similarity of two texts, from 0 to 1."""
 
     _config: TextSimilarityGrader
 
@@ -163,7 +164,7 @@ class PythonPart:
         self._sandbox.close()
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """Grade samples; see ``OpenPart``."""
+        """Return one score or error per sample; see ``OpenPart.grade``."""
         return [self._grade(sample, item, deadline) for sample in samples]
 
     def _grade(self, sample: Sample, item: dict[str, Any], deadline: float) -> Score:
@@ -182,7 +183,8 @@ class PythonPart:
             return GradingError("python_grader_runtime_error", "grade() returned an integer beyond all floats")
 
     def _run(self, sample: Sample, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the result of the call. Raises GradingError if there is none."""
+        """Run ``grade`` in the sandbox and return its score or error by name. Raises GradingError if there is
+        neither."""
         if limit_s <= 0:
             raise GradingError("unresponsive_reward_error", "no time was left before the deadline")
         step = {"call": "_penstock_grade", "args": [sample, item], "kwargs": {}}

@@ -35,7 +35,7 @@ _PREFIX = "penstock:judge:"
 
 
 class ReplyCache:
-    """Cache of judge replies in memory and Redis. An unavailable server is skipped for a while, without failures."""
+    """Cache of judge replies, in memory and in Redis. If Redis is unavailable, only the memory is used for a while."""
 
     def __init__(self, url: str | None) -> None:
         """Open the cache at ``url`` (Redis or Valkey); None: in memory only."""

@@ -34,7 +34,7 @@ class Math:
         self._parse("\\frac{1}{2}", parsing_timeout=None)  # the first parse builds grammars (50 ms)
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """Return 1 or 0.
+        """Return 1 if the final answer of the completion equals the reference answer, else 0.
 
         Raises:
             ScoringError: the reference contains no mathematical answer.

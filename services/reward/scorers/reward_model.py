@@ -24,7 +24,8 @@ _CHUNK = 1 << 20
 
 
 class RewardModel:
-    """Returns the model's output for each text. Loaded once. Texts that are too long fail; none is truncated."""
+    """Returns the output of a reward model, loaded once, for each text. Texts that are too long fail, and are not
+    truncated."""
 
     def __init__(self, config: RewardModelScorer) -> None:
         """Load the model. Raises ScoringError if the directory holds no usable classifier."""
@@ -64,7 +65,9 @@ class RewardModel:
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """Return the model's outputs; empty texts, texts beyond `max_tokens` and outputs that are not finite fail.
+        """Return the model's output for each completion, or an error.
+
+        Empty texts, texts of more than `max_tokens` tokens and outputs that are not finite fail.
 
         Raises:
             ScoringError: the row lacks the messages, or the chat template rejects them.

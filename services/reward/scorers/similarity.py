@@ -11,7 +11,7 @@ __all__ = ["bleu", "common_length", "fuzzy_match", "gleu", "rouge_l", "rouge_n",
 
 MAX_ORDER = 4
 MAX_ITEMS = 1 << 15
-"""Length limit of the shorter sequence in ``common_length``, whose masks take up to n^2 / 16 bytes."""
+"""Maximum length n of the shorter sequence in ``common_length``, whose bit masks take up to n^2 / 16 bytes."""
 _WORD = re.compile(r"\w+")
 
 

@@ -1,4 +1,4 @@
-"""Sends requests of one job to other services until they are answered, and records what work in progress waits for."""
+"""Sends the requests of one job to other services until they are answered, and reports the oldest open wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY_S = 0.2
 
 
 class Asking:
-    """Sends requests on behalf of pieces of work, each identified by a key."""
+    """Sends requests for pieces of work (such as tickets), each identified by a key, and records how long they wait."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

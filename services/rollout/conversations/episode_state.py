@@ -1,4 +1,4 @@
-"""Client side of the state that an env worker holds for an episode."""
+"""Client of the env worker that holds the state of an episode."""
 
 from __future__ import annotations
 

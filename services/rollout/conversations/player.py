@@ -30,7 +30,7 @@ __all__ = ["Conversation", "ConversationPlayer", "begun_alike"]
 
 
 _MARK = "what-the-policy-wrote"
-"""Placeholder for a turn of the policy while the text after it is rendered."""
+"""Placeholder that stands for a turn of the policy when the messages after this turn are rendered."""
 
 Message = dict[str, Any]
 
@@ -157,7 +157,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def _is_over(self, episode: Episode, observation: list[int], sampling: Sampling) -> bool:
-        """Return True if a budget is used up, so that no further turn follows."""
+        """Return True if a budget of the episode is used up, so that no further turn follows."""
         return (
             episode.finish == "length"
             or episode.num_turns == self._config.max_turns
@@ -174,7 +174,7 @@ class ConversationPlayer:
 
 
 class _Play:
-    """One episode in progress. ``said``: the policy's last turn; ``ended_with``: text of the token that ended it."""
+    """One episode in progress. ``said``: last turn of the policy; ``ended_with``: text of the turn's stop token."""
 
     def __init__(self, episode: Episode, conversation: Conversation, keeper: StateKeeper) -> None:
         self.episode, self.conversation, self.keeper = episode, conversation, keeper
@@ -206,7 +206,7 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """Return ``prompt`` with the text and tokens with which the environment began; unchanged if it gave no prompt.
+    """Return ``prompt`` with the text and tokens of the environment's own prompt; unchanged if it gave none.
 
     The trajectories of a group share one prompt: that of the first episode that got one. Mark each episode that got
     another prompt as failed.

@@ -21,7 +21,7 @@ DEFAULT_TEMPLATE = (
     "<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""Template for tokenizers without a chat template: one line per message, and one for the model to continue."""
+"""Template for tokenizers without a chat template: one line per message, and the beginning of the model's next line."""
 
 
 class Prompt(NamedTuple):
@@ -73,7 +73,7 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a chat for the model to continue. Raises ConfigError as ``text`` does."""
+        """Return the token ids of the chat that ``text`` renders. Raises ConfigError as ``text`` does."""
         return self.encode(self.text(messages, tools=tools, template_args=template_args))
 
     def encode(self, text: str) -> list[int]:
@@ -87,7 +87,7 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> str:
-        """Return a rendered chat for the model to continue.
+        """Render a chat as text that ends where the model's next turn begins.
 
         Raises:
             ConfigError: the template rejects the messages.

@@ -16,7 +16,7 @@ __all__ = ["CLOSE", "OPEN", "TextStream", "ToolCalls", "held_back"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_BLOCK = 1 << 16
-"""Maximum characters between the markers of one call; a longer block is text, which limits buffering."""
+"""Maximum characters between the markers of a call. A longer block counts as text, which bounds the buffer."""
 _UNFINISHED = "\ufffd"
 """Character that a decoder writes for bytes of an incomplete character."""
 
@@ -32,18 +32,19 @@ def held_back(text: str, markers: Sequence[str]) -> int:
 
 
 class TextStream:
-    """Decodes one completion token by token; ends before the first stop string."""
+    """Decodes one completion to text, token by token. The text ends before the first stop string."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str]) -> None:
         self._decode, self._stop = decode, stop
         self._token_ids: list[int] = []
         self._start = self._read = 0
-        """Tokens [start, read) are decoded again with the next tokens, whose leading space depends on them."""
+        """Bounds of the tokens that are decoded again with the next tokens, so that the next text gets its leading
+        space."""
         self._pending = ""
         self.stopped = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; return the text that is now certain."""
+        """Append tokens; return the new text that no later token can change."""
         self._token_ids += token_ids
         if self.stopped:
             return ""
@@ -84,7 +85,7 @@ class ToolCalls:
 
     owner: str = ""
     valid: bool | None = None
-    """True if all calls were parsed; None without calls."""
+    """True if all calls so far were parsed, False if one was not; None without calls."""
     num_calls: int = 0
     _pending: str = ""
     _scanned: int = 0

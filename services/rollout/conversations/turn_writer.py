@@ -43,7 +43,7 @@ class TurnWriter:
     async def write(
         self, name: str, prompt_ids: list[int], sampling: Sampling, episode: Episode, clock: TurnClock
     ) -> tuple[Sample, str]:
-        """Generate the next turn of ``episode``, append it, and return it with its text.
+        """Generate the next turn of ``episode``, append the turn to the episode, and return the turn with its text.
 
         The clock is paused while the request waits for a row in the engine's batch.
         """
@@ -88,5 +88,5 @@ class TurnWriter:
 
 
 def rows_of(asked: Sequence[tuple[Sampling, int]]) -> list[Sampling]:
-    """Return the parameters of each completion, with its own seed; ``asked``: (parameters, number of completions)."""
+    """Return one ``Sampling`` with its own seed per completion; ``asked``: (parameters, number of completions)."""
     return [replace(s, seed=None if s.seed is None else s.seed + i) for s, n in asked for i in range(n)]

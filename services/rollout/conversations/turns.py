@@ -108,7 +108,8 @@ class EpisodePlayer:
     async def play(
         self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
     ) -> list[Episode]:
-        """Play one episode per requested completion, concurrently; return them in order. ``seed``: seed of every state.
+        """Play one episode per requested completion, concurrently; return them in order. ``seed``: seed of all tool
+        states.
 
         Raises:
             ConfigError: the engine's maximum length is too short for such an episode, or ``max_observation_tokens`` is
@@ -203,7 +204,7 @@ class _Calls:
 
 
 def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:
-    """Return the id of the token whose text is ``marker``; None if there is none, or if other tokens contain it."""
+    """Return the id of the token whose text is ``marker``; None without such a token, or if other tokens contain it."""
     holders = [token for token in vocabulary if marker in token]
     return vocabulary[marker] if holders == [marker] else None
 

@@ -62,7 +62,8 @@ class PolicyEngine:
         """Total time spent on decisions (seconds)."""
 
     async def decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
-        """Return the policy's decisions for N observations, sampled with the given noise; None: take the mean.
+        """Return decisions for N observations: sampled with ``noise_NCA``, or the mean actions if ``noise_NCA`` is
+        None.
 
         Raises:
             Unavailable: the engine is closed.
@@ -85,7 +86,7 @@ class PolicyEngine:
 
     @property
     def version(self) -> int:
-        """Version of the policy; -1 before the first one."""
+        """Version of the served policy; -1 before the first version."""
         return self._served.version
 
     async def close(self) -> None:

@@ -59,7 +59,7 @@ class Record:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One episode of a ticket. Ends once: with a record, as lost with a reason, or as overtaken by another version.
+    """One episode of a ticket. Ends with a record, as lost, or as overtaken: another version replaced the required one.
 
     Attributes:
         noise: noise of its actions; None: it takes the mean of the policy.
@@ -87,7 +87,7 @@ class Episode:
 def episode_group(
     job: str, config: EmbodiedJob, ticket: Ticket, episodes: Sequence[Episode], *, meta: dict[str, Any]
 ) -> EpisodeGroup:
-    """Return the group of ended episodes. A lost episode is failed and has no decisions.
+    """Return the group of ended episodes. A lost episode is marked as failed and has no decisions.
 
     The group has no episodes if all of them are lost, or if the simulator began them in different states: such episodes
     are not comparable.
@@ -137,7 +137,7 @@ def episode_group(
 
 
 def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[str, Any]) -> EpisodeGroup:
-    """Return a group without episodes: the draw ends as dropped(failed) and is redrawn."""
+    """Return a group without episodes. The coordinator drops the draw as 'failed' and redraws it."""
     C = config.environment.action_chunk
     return EpisodeGroup(
         job=job, draw=ticket.draw, attempt=new_attempt(), epoch=ticket.epoch, cu_seqlens=np.zeros(1, np.int32),

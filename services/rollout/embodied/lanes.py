@@ -1,4 +1,4 @@
-"""Lanes of one simulator session: the episode in each environment and its records. Pure.
+"""Lanes of one simulator session: the episode in each environment and its records. Does no I/O.
 
 Shapes: B = lanes, n = lanes of one call, T = allocated decisions, C = actions of a decision, A = components of
 an action, k = ended episodes, ... = the shape of one observation.
@@ -86,7 +86,7 @@ class Lanes:
         return np.asarray(free, np.int32), np.asarray([episode.reset_id for episode in episodes], np.int64)
 
     def began(self, rows: Rows, reply: ResetReply) -> None:
-        """Record that the simulator has begun, or lost, the episodes of these lanes."""
+        """Record that the simulator has begun, or lost, the episodes of lanes ``rows``."""
         self._take_losses(rows, reply.lost, reply.reasons)
         kept = np.flatnonzero(~reply.lost)
         lanes = rows[kept]
@@ -158,11 +158,11 @@ class Lanes:
         return executed
 
     def limits(self, rows: Rows) -> NDArray[np.int64]:
-        """Return how many actions of its decision each lane may execute, [n]; the horizon cuts the last decision."""
+        """Return how many actions of its decision each lane may still execute before the horizon, [n]."""
         return np.minimum(self._chunk, self._horizon - self._times_B[rows] * self._chunk)
 
     def stepped(self, rows: Rows, reply: StepReply) -> None:
-        """Record the results of the decisions of these lanes, and end finished episodes."""
+        """Record the simulator's results for the decisions of lanes ``rows``, and end finished episodes."""
         bad = ~np.isfinite(reply.rewards).all(axis=1)
         self._take_losses(rows, reply.lost, reply.reasons)
         self._take_losses(rows, bad & ~reply.lost, ["a reward is not finite"] * len(rows))
@@ -208,7 +208,7 @@ class Lanes:
         self._label_numbers_B[lanes] = self._num_labels
 
     def _write_next(self, lanes: Rows, places: NDArray[np.int64], reply: StepReply) -> None:
-        """Store the observations of the next decision; double the columns if an episode exceeds them."""
+        """Store the observations of the next decision. If an episode outgrows the columns, double their length."""
         times = self._times_B[lanes]
         for columns in (self._observations, self._columns):
             for name, column in columns.items():

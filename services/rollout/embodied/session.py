@@ -167,7 +167,7 @@ class EmbodiedSession:
         await self._send_result(ticket, key, measured, failed=False)
 
     async def _film(self, version: int, reset_id: int) -> None:
-        """Queue the episode for filming. Uses a copy of the policy, because updates do not wait for videos."""
+        """Queue a video of episode ``reset_id``. Uses a copy of the policy, because updates do not wait for videos."""
         assert self._engine is not None
         if self._filmed is None or self._filmed.version != version:
             self._filmed = await self._engine.copy()

@@ -1,4 +1,4 @@
-"""One simulator session of a worker: opened on any env worker, and opened again elsewhere if that one is lost."""
+"""One simulator session of a worker. If the session's env worker is lost, another env worker opens it again."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SimulatorSession:
 
     @property
     def num_running(self) -> int:
-        """Number of episodes in its lanes."""
+        """Number of episodes in the lanes of this session."""
         return self._lanes.num_running if self._lanes is not None else 0
 
     async def open(self) -> EnvSpec:

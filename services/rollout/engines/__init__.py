@@ -79,7 +79,7 @@ def open_job_engine(
 
 
 async def start_engine(engine: Engine, rollout: AnyRollout) -> None:
-    """Start the engine of a job. While a user's own engine class starts, this worker builds no other model.
+    """Start the engine of a job. If a user's class implements the engine, this worker builds no other model meanwhile.
 
     Raises:
         ConfigError: the engine does not support this model on this machine.

@@ -177,7 +177,7 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _score(self, number: int, token_ids: list[int], top_logprobs: int) -> tuple[list[float], list[Likely]]:
-        """Return the log-probs of the tokens of a text after the first one, and the top tokens at each position.
+        """Return the log-prob of each token of a text except the first, and the top tokens at each of these positions.
 
         Args:
             number: unique number of this call.
@@ -185,7 +185,7 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Stop computing tokens and return once stopped; with ``clear_cache`` the engine recomputes all caches later.
+        """Stop computing tokens and return once stopped. ``clear_cache``: caches must be recomputed after the stop.
 
         ``self._halted`` is True from before this call until ``_move_on`` has returned. May be called again meanwhile.
         """
@@ -212,7 +212,7 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _load(self, label: str) -> None:
-        """Load the fetched version into the engine under this label. Raises WeightsError."""
+        """Load the fetched version into the engine with the weight label ``label``. Raises WeightsError."""
 
     @abstractmethod
     async def _flush(self) -> None:
@@ -360,11 +360,11 @@ class EngineAdapter(ABC, Generic[S, C]):
         return await self._dispatch.abort(request_ids)
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return the tokens so far of requests; see ``Engine.written``."""
+        """Return the tokens that requests have generated so far; see ``Engine.written``."""
         return self._dispatch.written(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop at a token boundary; see ``Engine.pause``. Only 'keep' pauses the external engine itself."""
+        """Stop at a token boundary; see ``Engine.pause``. The external engine itself is paused only in mode 'keep'."""
         self._dispatch.paused = mode
         self._dispatch.notice()
         if mode == "drain":
@@ -390,7 +390,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         self._dispatch.notice()
 
     async def _halt(self, *, clear_cache: bool) -> None:
-        """Stop the engine at a token boundary; with ``clear_cache`` it recomputes all caches when it continues."""
+        """Stop the engine at a token boundary. ``clear_cache``: caches must be recomputed after the stop."""
         self._halted = True
         await self._stand_still(clear_cache=clear_cache)
 

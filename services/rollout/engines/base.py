@@ -87,7 +87,8 @@ class Updatable(Protocol):
         ...
 
     async def abort_update(self) -> None:
-        """Discard the open update. If a chunk was already copied in place, the engine is dirty. Safe to repeat."""
+        """Discard the open update. Weights that were already partly overwritten in place become dirty. Safe to
+        repeat."""
         ...
 
     async def weight_info(self) -> WeightInfo:
@@ -146,7 +147,7 @@ class Engine(Updatable, Protocol):
         ...
 
     async def health(self) -> dict[str, Any]:
-        """Return counts and flags for operators and probes; raise ``Unavailable`` if it can no longer serve."""
+        """Return counters and flags of the engine's state. Raises ``Unavailable`` if the engine can no longer serve."""
         ...
 
     async def generate(
@@ -179,7 +180,7 @@ class Engine(Updatable, Protocol):
     async def score(
         self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
     ) -> Scores:
-        """Return the log-probs (of the logits, temperature 1) of the tokens of a text after the first one.
+        """Return the log-prob of each token of a text except the first (from the logits, at temperature 1).
 
         Args:
             held: weights to compute them with; None: the served ones.
@@ -189,11 +190,11 @@ class Engine(Updatable, Protocol):
         ...
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (None: all) with their partial tokens and finish 'abort'. Returns their number."""
+        """End these requests (None: all) as 'abort', with the tokens generated so far. Return their number."""
         ...
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return the tokens so far of the requests (n = 1) that are being decoded, as aborted samples by request id.
+        """Return, by request id, the tokens generated so far by running requests (n = 1), as aborted samples.
 
         The requests continue. Completions that have ended are left out. If the engine learns only at the end which
         weights generated a token, a sample ends before the first token whose weights are uncertain.
@@ -201,7 +202,7 @@ class Engine(Updatable, Protocol):
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding at a token boundary; new requests wait. 'drain' returns once the running ones are finished."""
+        """Stop decoding at a token boundary; new requests wait. Mode 'drain' first finishes all running requests."""
         ...
 
     async def resume(self) -> None:

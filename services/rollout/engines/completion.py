@@ -38,7 +38,7 @@ class Completion:
     session: str = ""
     """Session whose held keys and values are reused; empty: none."""
     keep: bool = False
-    """True to hold its keys and values for the next request of the session."""
+    """True to hold the keys and values of this completion for the next request of its session."""
     num_cached: int = 0
     """Length of the prefix whose keys and values are in the cache; 0 if the cache has none or all of the tokens."""
     top_logprobs: int = 0

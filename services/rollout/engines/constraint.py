@@ -35,11 +35,11 @@ AT_ONCE, MAX_PENDING = 2, 16
 WHITESPACE = r"[ \n\t]{0,16}"
 """Regular expression for whitespace between JSON tokens. Bounded: a model could otherwise write only whitespace."""
 MAX_SYMBOLS, START_FUEL = 100_000, 1_000_000
-"""Limits on the size of a grammar, and on llguidance's units of work for its regular expressions (a million take
-20 ms). Larger grammars are rejected."""
+"""Limits on the size of a grammar, and on the work units that llguidance spends on its regular expressions (a million
+take 20 ms). Larger grammars are rejected."""
 STEP_FUEL, STEP_ITEMS = 100_000, 20_000
-"""Limits on llguidance's work per token of a row: for regular expressions (7 ms) and for parsing (1 ms). An answer
-that exceeds them ends, because all rows share one thread."""
+"""Limits on llguidance's work per token of a row: for regular expressions (7 ms) and for parsing (1 ms). An answer that
+exceeds a limit ends, because its matcher would delay all other rows."""
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -66,7 +66,7 @@ def _schema(text: str) -> str:
 
 
 class Followed(Protocol):
-    """The part of ``llguidance.LLMatcher`` that is used here. Methods do not raise; errors set a permanent state."""
+    """Methods of ``llguidance.LLMatcher`` that this module calls. They do not raise; errors set a permanent state."""
 
     def compute_bitmask(self) -> bytes:
         """Return a bit mask over the vocabulary: 1 for each token that may follow."""
@@ -179,10 +179,10 @@ class Grammars:
         self._compiled: OrderedDict[Constraint, asyncio.Task[Followed]] = OrderedDict()
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._begun: set[Constraint] = set()
-        """Constraints being compiled now, not queued: if one times out, the constraint is the cause, not the load."""
+        """Constraints being compiled now. A timeout is blamed on these constraints, but not on queued ones."""
 
     async def matchers(self, request: GenRequest) -> list[Matcher | None]:
-        """Return one matcher per completion of a request. Each has consumed the prompt's last ``answered`` tokens.
+        """Return one matcher per completion, advanced over the last ``answered`` tokens of the request's prompt.
 
         Entries are None if the request has no constraint.
 
@@ -200,7 +200,7 @@ class Grammars:
         return list(found)
 
     async def compile(self, constraint: Constraint) -> Followed:
-        """Return the matcher of an empty answer; callers must copy it and never advance it.
+        """Compile a constraint; return its matcher at the start of an answer. Callers must copy the matcher before use.
 
         Raises:
             ConstraintError: llguidance is not installed, cannot compile the constraint within ``COMPILE_S`` or at all,
@@ -282,7 +282,7 @@ def _compiled(constraint: Constraint, vocabulary: Any, stop_ids: Sequence[int], 
 
 
 def _flaw(text: str) -> str:
-    """Return an error for the author of the schema: llguidance's message ``text`` without its state and the grammar."""
+    """Return an error for the author of a schema: llguidance's message without its internal state and the grammar."""
     text = text.partition("\n   1 | ")[0].removeprefix("failed to compile JSON schema: ")
     return f"no grammar can be made of the schema: {text.partition('<state>')[0].strip()[:400]}"
 
@@ -301,7 +301,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_ids: S
 
 
 class _Texts:
-    """Adapter to llguidance for tokenizers whose text is the concatenation of the tokens (decoder `Fuse`)."""
+    """Adapter to llguidance for tokenizers that form a text by concatenating its tokens (decoder `Fuse`)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int]) -> None:
         self._backend: Any = tokenizer.backend_tokenizer

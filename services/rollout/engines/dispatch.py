@@ -135,7 +135,7 @@ class Dispatch(Generic[S]):
         return len(chosen)
 
     def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return the tokens so far of running completions; see ``Engine.written``."""
+        """Return the tokens that running completions have generated so far; see ``Engine.written``."""
         chosen = self._requests.chosen(request_ids)
         samples = {}
         for completion, stream in self._streams.items():

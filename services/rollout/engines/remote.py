@@ -74,7 +74,7 @@ class Written:
         return told, finish
 
     def so_far(self) -> Sample | None:
-        """Return the tokens so far as an aborted sample; None if the completion has ended: its result has them all."""
+        """Return the tokens generated so far as an aborted sample; None once the completion has ended."""
         if self.ended:
             return None
         return finished(self.completion, list(self.token_ids), list(self.logprobs), "abort").sample
@@ -115,7 +115,7 @@ def check_layout(layout: Layout, expected: Layout | None) -> None:
 
 
 def checkpoint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters with the names and shapes of checkpoint files: transformers stacks the experts in memory.
+    """Yield parameters under the names and shapes of checkpoint files, which store each expert's matrices separately.
 
     ``mlp.experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and ``down_proj`` [experts, hidden, intermediate]
     are split into the matrices of each expert; all other parameters are unchanged.

@@ -58,7 +58,7 @@ def _check_begun(request: GenRequest, begun: Sample) -> None:
 
 
 def rest_of(request: GenRequest) -> GenRequest:
-    """Return the request for the rest of a begun completion, for an engine that treats begun tokens as prompt.
+    """Return the request for the rest of a begun completion, whose begun tokens become a part of the prompt.
 
     The token limits count only the rest, and the seed is a new one. A server draws random numbers from the seed and the
     index of an output token: with the old seed, the rest would get the random numbers of the begun tokens again.

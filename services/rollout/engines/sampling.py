@@ -55,7 +55,7 @@ class Draws:
     index_R: Tensor
     """Number of output tokens of the row so far."""
     temperature_R1: Tensor | None
-    """None: 1 for all rows. Greedy rows have 1, because their log-probs come from the unscaled logits."""
+    """Temperature of each row; None if all are 1. Greedy rows have 1: their log-probs come from the unscaled logits."""
     greedy_R: Tensor | None
     all_greedy: bool
     top_p_R: Tensor | None
@@ -69,7 +69,7 @@ class Draws:
 
 
 def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
-    """Sample one token per row; returns it with its log-prob, float32, under softmax(logits / temperature).
+    """Sample one token per row; return the tokens and their log-probs, float32, under softmax(logits / temperature).
 
     Truncation (top-p, top-k), penalties, logit biases, and forbidden and allowed tokens change which token is sampled,
     but not its log-prob.

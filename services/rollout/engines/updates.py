@@ -29,7 +29,7 @@ class Update(Protocol):
 
     @property
     def base(self) -> bool:
-        """True if only the frozen weights change, and the served version does not."""
+        """True if the update changes only the frozen base weights, so that the served version stays the same."""
 
 
 U = TypeVar("U", bound=Update)
@@ -98,7 +98,7 @@ class WeightUpdate:
     touched: bool = False
     """True if a parameter was overwritten and the update is not committed."""
     replaced: list[Tensor] = field(default_factory=list)
-    """Parameter data before the swap; freeing it is slow, so another thread than the decoding one does it."""
+    """Parameter data before the swap. Freeing it is slow, so the decoding thread leaves that to another thread."""
     _staged: dict[int, Tensor] = field(default_factory=dict)
     """Staged tensor by ``id`` of the parameter, since tied parameters have several names."""
 
@@ -118,7 +118,7 @@ class WeightUpdate:
             self._staged[id(parameter)] = tensor
 
     def commit(self) -> None:
-        """Make the staged tensors the weights; a swap only exchanges pointers.
+        """Activate the staged tensors as the weights. In mode 'swap', only pointers are exchanged.
 
         Raises:
             WeightsError: a parameter was not staged, or the guard returns False.

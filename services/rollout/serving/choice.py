@@ -1,4 +1,4 @@
-"""One choice of a live request in progress: its tokens, the text sent to the client, and its record. Pure."""
+"""One choice of a live request in progress: its tokens, the text sent to the client, and its record. Does no I/O."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        """True once an interrupted choice has a stop string. Engines miss one that began before the interruption."""
+        """True once an interrupted choice contains a stop string, because engines miss one that spans the
+        interruption."""
         return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
 
     def resume(self, begun: Begun) -> None:
@@ -77,7 +78,7 @@ class Choice:
         self.pauses = 1
 
     def rest(self) -> tuple[list[int], Sampling]:
-        """Return prompt and sampling parameters of the next engine request; after an interruption its seed differs."""
+        """Return prompt and sampling parameters of the next engine request. An interruption changes the seed."""
         if not self.token_ids:
             return self.prompt_ids, self.sampling
         done, s = len(self.token_ids), self.sampling
@@ -161,7 +162,7 @@ class Choice:
         self.spans.append(Span(by.version, start, end, by.weights))
 
     def _read_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Return the text and calls that these tokens complete, reading the tokens one at a time.
+        """Read tokens one at a time; return the text and the tool calls that have become complete.
 
         The released text depends on how many tokens are read at once. Reading singly makes it depend on the tokens
         alone, so that another worker with the same tokens knows what text the client has.
@@ -173,7 +174,7 @@ class Choice:
         return text, calls
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Return text and calls that these tokens complete."""
+        """Read tokens together; return the text and the tool calls that have become complete."""
         text = self._text.push(token_ids)
         calls: list[ToolCall] = []
         if self._tools is not None:

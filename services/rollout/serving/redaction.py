@@ -24,7 +24,7 @@ PART = "\ufffd"
 
 Spell = Callable[[list[int]], str]
 Place = tuple[int, int, str]
-"""Tokens [start, end) and the name of the match."""
+"""One match: tokens [start, end) that contain it, and its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class RecordRedactor:
         return blanked, places
 
     def _tokens_of(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
-        """Return the range of tokens that cover the characters [start, end)."""
+        """Return the range of tokens that cover the characters [start, end) of the decoded text."""
 
         def length(count: int) -> int:
             return len(self._spell(ids[:count]))

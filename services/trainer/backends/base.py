@@ -132,10 +132,11 @@ class Backend(Protocol):
         """
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """Return log-probs (policy) or values (critic), float32 [M], without gradient; [0] for None."""
+        """Return log-probs (policy) or values (critic), float32 [M], without gradient; empty without a microbatch."""
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """Return log-probs under the frozen reference policy, in the same form as ``score``."""
+        """Return log-probs under the frozen reference policy, like ``score``: float32 [M], empty without a
+        microbatch."""
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradients, make an optimizer step and zero the gradients.

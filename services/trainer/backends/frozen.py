@@ -28,12 +28,12 @@ class FrozenModel:
         self._model = model.requires_grad_(False).to(self._device).eval()
 
     def layout(self) -> TensorLayout:
-        """See ``Teacher``."""
+        """Return the layout of the whole weights; see ``Teacher``."""
         return layout_of_module(self._model)
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Teacher``."""
+        """Return log-probs of the scored tokens; see ``Teacher``."""
         if microbatch is None:
             return torch.empty(0, device=self._device, dtype=torch.float32)
         return score_tensors(self._model, microbatch.to(self._device), role="policy")[0]

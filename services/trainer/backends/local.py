@@ -87,7 +87,7 @@ class LocalBackend:
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
-        """See ``Backend``."""
+        """Run forward, ``loss`` and backward of a microbatch; see ``Backend``."""
         if microbatch is None:
             return
         batch = microbatch.to(self._device)
@@ -103,7 +103,7 @@ class LocalBackend:
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. Replayed routes need no forward pass."""
+        """Count the experts that tokens visit; see ``Backend``. Replayed routes need no forward pass."""
         if microbatch is None or self.routers is None:
             return
         if microbatch.experts_TNK is not None:
@@ -115,52 +115,52 @@ class LocalBackend:
         self.routers.count(load.chosen)
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Backend``."""
+        """Return log-probs or values of the scored tokens, without gradient; see ``Backend``."""
         return self._score_by(self._model, microbatch, replay=True)
 
     def step(self, learning_rate: float) -> float:
-        """See ``Backend``."""
+        """Clip the gradients and make an optimizer step; see ``Backend``."""
         with self._stopwatch.measure("optimizer"):
             return self._optimizer.step(learning_rate)
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Backend``."""
+        """Return log-probs under the reference policy; see ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
         return self._score_by(self._reference, microbatch)
 
     def freeze_reference(self) -> None:
-        """See ``Backend``. Does nothing without a reference."""
+        """Copy the current weights into the reference policy, if there is one; see ``Backend``."""
         if self._reference is not None:
             own, now = self._parameters.of_twin(self._reference), self._parameters.trained()
             copy_into(dict(own), dict(now), what="reference policy")
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
-        """See ``Backend``."""
+        """Start a new optimizer at the current weights; see ``Backend``."""
         self._parameters.train_base(whole)
         self._optimizer = Optimizer(self._model, config)
 
     def layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the whole weights; see ``Backend``."""
         return self._parameters.layout()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the whole weights by Hugging Face name; see ``Backend``."""
         return self._parameters.weights()
 
     def published_layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the published tensors; see ``Backend``."""
         return self._parameters.published_layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the tensors to publish: the adapter or the whole weights; see ``Backend``."""
         return self._parameters.published()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the base weights of a published adapter; see ``Backend``."""
         return self._parameters.frozen()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Backend``."""
+        """Copy whole parameters into the model; see ``Backend``."""
         own = base_parameters(self._model)
         self._parameters.base_loaded()
         for name, tensor in weights:
@@ -169,16 +169,16 @@ class LocalBackend:
             copy_into({name: own[name]}, {name: tensor}, what=self._role)
 
     def take_seconds(self) -> Seconds:
-        """See ``Backend``."""
+        """Return the seconds by stage since the last call; see ``Backend``."""
         return self._stopwatch.take()
 
     def environment(self) -> dict[str, str]:
-        """See ``Backend``."""
+        """Return the properties that bit-identical results depend on; see ``Backend``."""
         dtype = str(next(self._model.parameters()).dtype).removeprefix("torch.")
         return describe_environment(dtype=dtype, device=str(self._device)) | self._parameters.pins()
 
     def state(self) -> BackendState:
-        """See ``Backend``."""
+        """Return a copy of the whole training state of the model; see ``Backend``."""
         return BackendState(
             weights=_copies(self._parameters.kept()),
             optimizer=self._optimizer.state(),
@@ -190,7 +190,7 @@ class LocalBackend:
         )
 
     def load_state(self, state: BackendState) -> None:
-        """See ``Backend``."""
+        """Restore what ``state`` returned; see ``Backend``."""
         reference = {} if self._reference is None else self._parameters.of_twin(self._reference)
         self._parameters.check_base(state.environment)
         parts: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = [

@@ -37,7 +37,7 @@ class Reader(Protocol):
     """Reads parameters of a module as whole tensors by name. A collective if parameters are sharded over ranks."""
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """Yield ``read(name)`` for each name; it is called while all parameters of the same decoder block are whole.
+        """Yield ``read(name)`` for each name; calls ``read`` while the parameters of the name's block are whole.
 
         A tensor is valid until the iterator advances.
         """
@@ -53,11 +53,11 @@ class WholeModel:
         self._model = model
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """See ``Reader``."""
+        """Yield ``read(name)`` for each name; see ``Reader``."""
         return map(read, names)
 
     def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """See ``Reader``."""
+        """Yield each named parameter; see ``Reader``."""
         return (self._model.get_parameter(name).detach() for name in names)
 
 
@@ -103,36 +103,36 @@ class Parameters:
                 parameter.requires_grad_(not whole)
 
     def layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the whole weights; see ``Backend``."""
         return self._layout(base_parameters(self._model))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the whole weights by Hugging Face name; see ``Backend``."""
         return self._in_blocks(partial(merged_weight, self._model))
 
     def published_layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the published tensors; see ``Backend``."""
         return self._layout(adapter_parameters(self._model)) if self._publishes_adapter else self.layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the tensors to publish: the adapter or the whole weights; see ``Backend``."""
         if not self._publishes_adapter:
             return self.weights()
         names = self._adapter_names
         return zip(map(stored_name, names), self._reader.one_by_one(names), strict=True)
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the base weights of a published adapter; see ``Backend``."""
         return self._in_blocks(self._plain) if self._publishes_adapter else iter(())
 
     def of_twin(self, twin: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """Return the parameters of ``twin``, made by ``reference_of``, that it does not share with this model."""
+        """Return the parameters of ``twin`` (from ``reference_of``) that ``twin`` does not share with this model."""
         return dict(twin.named_parameters()) if self._lora is None else adapter_parameters(twin)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, nn.Parameter]:
-        """Return the base parameters that a checkpoint holds: all without an adapter or if ``keep_base``, else none."""
+        """Return the base parameters that a checkpoint holds: none under an adapter without ``keep_base``, else all."""
         return base_parameters(self._model) if self._lora is None or self._keep_base else {}
 
     def adapter(self) -> dict[str, nn.Parameter]:

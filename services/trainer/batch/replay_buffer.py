@@ -1,4 +1,4 @@
-"""Replay buffer: a ring of columns with the newest transitions. A sample depends only on seed, number and content.
+"""Replay buffer: a ring of columns with the newest transitions. Samples depend only on seed, sample number and content.
 
 Shape legend: N = given transitions, K = stored transitions, B = sampled transitions, G = groups with a stored
 transition, O = components of an observation, A = components of an action.
@@ -76,7 +76,7 @@ class ReplayBuffer:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names in ``state`` of entries with one row per transition."""
+        """Names of the entries of ``state`` that have one row per transition."""
         return tuple(self._columns)
 
     def insert(self, transitions: Transitions) -> int:
@@ -178,7 +178,7 @@ def memory_bytes() -> int:
 
 
 def _limits(root: Path, path: str, name: str) -> list[int]:
-    """Return the limits of a cgroup and of those above it. In a container ``path`` may not exist below ``root``."""
+    """Return the limits of a cgroup and its ancestors. In a container, ``path`` may not exist below ``root``."""
     folder, limits = root / path.lstrip("/"), []
     for one in (folder, *folder.parents):
         if not one.is_relative_to(root):

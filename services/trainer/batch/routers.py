@@ -63,12 +63,12 @@ class Routers:
         return self.num_layers, self._top_k
 
     def count(self, chosen: Mapping[int, Tensor]) -> None:
-        """Add the choices of a part of the next minibatch, int64 [E] by layer."""
+        """Add the number of choices of each expert in a part of the next minibatch, int64 [E] by layer."""
         for layer, chosen_E in chosen.items():
             self._counted_NE[layer] += chosen_E.cpu().numpy()
 
     def count_table(self, experts_TNK: Tensor) -> None:
-        """Add the choices in a router table that will be replayed."""
+        """Count the expert choices in a router table that the next minibatch will replay."""
         flat_NA = experts_TNK.long().transpose(0, 1).flatten(1)
         self.count({n: torch.bincount(row_A, minlength=self.num_experts) for n, row_A in enumerate(flat_NA)})
 
@@ -89,7 +89,7 @@ class Routers:
         return self.coef * total
 
     def watch(self, load: RouterLoad) -> None:
-        """Add a forward pass to the metrics of ``report``."""
+        """Add the router load of a forward pass to the metrics that ``report`` returns."""
         self._num_tokens += load.num_tokens
         for layer in load.chosen:
             self._chosen_NE[layer] += load.chosen[layer].cpu().numpy()
@@ -119,7 +119,7 @@ class Routers:
         }
 
     def clear(self) -> None:
-        """Reset all counts, which may include an update that was aborted."""
+        """Reset all counts, because an update that was aborted may have left some."""
         self._counted_NE = self._zeros()
         self._num_tokens, self._entropy = 0, 0.0
         self._chosen_NE, self._probs_NE = self._zeros(), self._zeros()

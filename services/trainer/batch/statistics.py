@@ -59,7 +59,7 @@ class TokenSums:
 
     @property
     def tokens(self) -> int:
-        """Number of this rank's tokens."""
+        """Number of tokens that this rank has added."""
         return int(self.sums["tokens"])
 
     def add(self, logprobs_M: Tensor, behaviour_M: Tensor, loss: PolicyLoss, extra: dict[str, Tensor]) -> None:

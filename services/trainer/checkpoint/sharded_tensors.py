@@ -49,7 +49,7 @@ _KNOWN_NAMES = {
 
 
 def write_shards(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's parts of DTensors, and whole tensors once. The files are durable on return.
+    """Write this rank's parts of DTensors, and each whole tensor on only one rank. The files are durable on return.
 
     A collective of ``group``, whose ranks all pass the same names.
 
@@ -119,7 +119,8 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """Replace ``getattr``, with which some Python 3.11 releases pickle members of enumerations; refuse other uses."""
+    """Replaces ``getattr`` in pickles of some Python 3.11 releases: returns members of enumerations, refuses other
+    uses."""
     if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
         raise pickle.UnpicklingError("'builtins.getattr' has no place in a table of tensors but for enumerations")
     member: Enum = kind.__members__[name]

@@ -91,7 +91,7 @@ class CheckpointRanks(Protocol):
         """Return the process group for ``torch.distributed`` collectives."""
 
     def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-        """See ``Collective``."""
+        """Return the arrays of every rank, in rank order; see ``Collective``."""
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -155,7 +155,7 @@ _EXPORTED: tuple[Part, ...] = ("weights", "adapter")
 """Parts of a model that other programs read. Each is written as one whole file, even if it is also in shards."""
 _SHARDS, _RNG, _RULE = "shards", "rng.safetensors", "rule.safetensors"
 _EXPORT_BYTES = 1 << 28
-"""Approximate number of bytes of sharded tensors that are put together at once for these files."""
+"""Approximate number of bytes of sharded tensors that are joined at once to write the files of ``_EXPORTED``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredChe
 
 
 def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tensor]:
-    """Yield whole tensors from the shards on disk, a bucket at a time, without involving ranks that train meanwhile."""
+    """Yield whole tensors, joined from the shards on disk in buckets. Needs no other rank, so training can continue."""
     from penstock.services.trainer.checkpoint.sharded_tensors import read_shards
 
     bucket: dict[str, Tensor] = {}
@@ -371,7 +371,7 @@ def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
 
 
 def _fill(directory: Path, stored: list[str], into: BackendState) -> dict[Part, dict[str, Tensor]]:
-    """Overwrite this rank's parts in ``into`` with the stored tensors, which are sharded or whole; return them."""
+    """Fill this rank's parts in ``into`` from stored tensors, sharded or whole; return the filled tensors by part."""
     if f"{_SHARDS}/.metadata" in stored:
         from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 

@@ -129,7 +129,7 @@ def commit(
 
 
 def list_checkpoints(root: Path, job: str) -> list[StoredCheckpoint]:
-    """Return ``job``'s committed checkpoints with intact manifests, oldest batch first, without reading files."""
+    """Return ``job``'s committed checkpoints with intact manifests, oldest batch first. Reads no tensor files."""
     found = []
     for path in sorted((root / job).glob("*-*")) if (root / job).is_dir() else []:
         if path.name.startswith(_TEMPORARY) or not (path / COMMIT).exists():
@@ -142,7 +142,7 @@ def list_checkpoints(root: Path, job: str) -> list[StoredCheckpoint]:
 
 
 def read_manifest(path: Path) -> StoredCheckpoint:
-    """Return the checkpoint at ``path`` without its state.
+    """Return the description of the checkpoint at ``path``, without reading its tensor files.
 
     Raises:
         CheckpointError: the checkpoint is not committed, or its manifest was changed.

@@ -79,11 +79,11 @@ class EmbodiedLearner:
         return iter(self.policy.state_dict().items())
 
     def base_layout(self) -> Layout:
-        """Return an empty layout."""
+        """Return an empty layout, because rollout workers need no base weights."""
         return layout_of(())
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
-        """Return an empty iterator."""
+        """Return an empty iterator, because rollout workers need no base weights."""
         return iter(())
 
     def environment(self) -> dict[str, str]:

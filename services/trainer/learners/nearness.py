@@ -19,9 +19,10 @@ from penstock.services.trainer.learners.job_learner import JobLearner
 __all__ = ["BOUNDS", "COARSE_BOUND", "Nearness", "copy_weights", "distance"]
 
 BOUNDS = {"float32": 0.01}
-"""By dtype of the weights: the largest allowed relative difference of a gradient norm, and the largest allowed distance
-of replayed weights from a checkpoint, relative to that checkpoint's distance from the first one. For float32,
-both were 1e-6 after 24 updates with AVX512 in one run and no vector instructions in the other; they grow with updates.
+"""Largest allowed relative differences of gradient norms and of weights, by dtype of the weights. The distance of
+replayed weights from a checkpoint is relative to that checkpoint's distance from the replay's first one. For float32,
+both differences were 1e-6 after 24 updates with AVX512 in one run and no vector instructions in the other; they grow
+with updates.
 """
 COARSE_BOUND = 0.05
 """Largest allowed difference, as in ``BOUNDS``, for all other dtypes."""
@@ -53,7 +54,7 @@ class Nearness:
     gradients: list[float] = field(default_factory=list)
     """Relative differences of gradient norms."""
     weights: dict[int, float] = field(default_factory=dict)
-    """Relative weight distances by batch of the checkpoint."""
+    """Relative distance of the weights, by number of the batch after which the compared checkpoint was written."""
 
     def gradient(self, replayed: float | None, recorded: float | None) -> str:
         """Compare the gradient norms of one update. Return the result as text, '' if either is missing."""

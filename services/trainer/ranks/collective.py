@@ -49,23 +49,23 @@ class Alone:
     size = 1
 
     def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-        """See ``Collective``."""
+        """Return the arrays of this process in a list; see ``Collective``."""
         return [dict(arrays)]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """See ``Collective``."""
+        """Return ``values``, because there is no other rank; see ``Collective``."""
         return dict(values)
 
     def max(self, values: Mapping[str, float]) -> dict[str, float]:
-        """See ``Collective``."""
+        """Return ``values``, because there is no other rank; see ``Collective``."""
         return dict(values)
 
     def agree(self, ok: bool) -> bool:
-        """See ``Collective``."""
+        """Return ``ok``, because there is no other rank; see ``Collective``."""
         return ok
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """See ``Collective``."""
+        """Return ``data``, because there is no other rank; see ``Collective``."""
         assert data is not None, "rank 0 gives the bytes"
         return data
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 POLL_S = 0.5
 """Interval in seconds at which a rank that carries out an order checks whether another rank failed."""
 FAILED_GRACE_S = 5.0
-"""Time in seconds that ranks have to reach the vote after one failed; later they count as stuck in a collective."""
+"""Seconds that other ranks have to reach the vote after a rank failed; then they count as stuck in a collective."""
 
 
 class Threads:
@@ -47,12 +47,12 @@ class Threads:
 
 
 class Ranks:
-    """Ranks of this trainer, as one process uses them. Jobs take turns: the job that holds ``turn`` is trained."""
+    """Connections of this process to the other ranks. Jobs take turns: the job that holds ``turn`` is trained."""
 
     def __init__(self, world: World, threads: Threads, liveness: Liveness | None = None) -> None:
         self.world, self.threads, self.liveness = world, threads, liveness
         self.stranded = ""
-        """Reason why these ranks are unusable: some wait in a collective that another never enters. '' if none."""
+        """Reason why the ranks are unusable: some wait in a collective that a failed rank never enters. '' if none."""
         self.orders = Orders(world.store, rank=world.place.rank, size=world.place.size)
         self.turn = asyncio.Lock()
         self.busy = asyncio.Lock()

@@ -99,7 +99,7 @@ class ProcessGroup:
         self._deadline_s, self._stages = deadline_s, stages
 
     def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-        """See ``Collective``."""
+        """Return the arrays of every rank, in rank order; see ``Collective``."""
         table = {name: (array.dtype.str, np.ascontiguousarray(array).tobytes()) for name, array in arrays.items()}
         parts = [
             msgspec.msgpack.decode(part, type=dict[str, tuple[str, bytes]])
@@ -109,21 +109,21 @@ class ProcessGroup:
         return [{name: np.frombuffer(data, dtype).copy() for name, (dtype, data) in part.items()} for part in parts]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """See ``Collective``. Adds in rank order, so that every rank gets the same bits."""
+        """Return sums over ranks, added in rank order so that every rank gets the same bits; see ``Collective``."""
         parts = self._numbers(values)
         return {name: sum(part[name] for part in parts) for name in values}
 
     def max(self, values: Mapping[str, float]) -> dict[str, float]:
-        """See ``Collective``."""
+        """Return maxima over ranks; see ``Collective``."""
         parts = self._numbers(values)
         return {name: max(part[name] for part in parts) for name in values}
 
     def agree(self, ok: bool) -> bool:
-        """See ``Collective``."""
+        """Return True if every rank passed True; see ``Collective``."""
         return all(part == b"\1" for part in self._exchange(b"\1" if ok else b"\0", "a vote"))
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """See ``Collective``."""
+        """Return rank 0's bytes on every rank; see ``Collective``."""
         return self._exchange(data or b"", "word of rank 0")[0]
 
     @contextmanager
@@ -244,7 +244,7 @@ def join(place: Place, *, deadline_s: float) -> World:
 
 
 def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Store:
-    """Return a part of torchrun's store that has no entries of earlier starts; torchrun has one store for all starts.
+    """Return a part of torchrun's store for this start of the trainer only; torchrun keeps one store for all restarts.
 
     Rank 0 names each start. The other ranks sign up under the newest name and move to a newer one when it appears. They
     may have found the name of an earlier start, so a start is valid only once rank 0 has confirmed the processes that

@@ -20,7 +20,7 @@ from penstock.shared.protocol.trajectory import Group
 __all__ = ["AnyGroup", "BatchShard", "assign", "owners"]
 
 AnyGroup = TypeVar("AnyGroup", Group, EpisodeGroup)
-"""Completions of a language model, or episodes in a simulator."""
+"""Kind of group: completions of a language model, or episodes in a simulator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from penstock.shared.models.episode_policy import EpisodePolicy
 __all__ = ["Decisions", "EpisodePasses", "decisions_of"]
 
 OtherStep = Callable[[Tensor, int], None]
-"""Callback ``(rows of this rank [M], number of decisions on all ranks)`` that makes a further step on a minibatch."""
+"""Callback ``(rows of this rank [M], number of decisions on all ranks)`` for a further step on a minibatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def decisions_of(columns: EpisodeColumns, device: torch.device) -> Decisions:
 
 
 class EpisodePasses:
-    """Makes ``epochs × minibatches`` policy steps, each followed by the rule's other step, if any.
+    """Makes ``epochs × minibatches`` policy steps. A further step of the update rule, if any, follows each policy step.
 
     The ratio is per decision: the log-prob of a decision is the sum over the components of its executed actions.
 

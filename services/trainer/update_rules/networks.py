@@ -67,7 +67,7 @@ class TrainedNetworks:
         return facts
 
     def state(self, *, without: str) -> dict[str, Tensor]:
-        """Return copies, on the CPU, of the tensors that ``tensors`` returns."""
+        """Return copies, on the CPU, of the weights and optimizer states that ``tensors`` returns."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors(without=without).items()}
 
     def load_state(self, state: Mapping[str, Tensor], *, without: str, what: str) -> None:

@@ -207,7 +207,7 @@ def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[C
 
 
 def _rows_of(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Return ``(rows_S, local_M)``.
+    """Return the rows of a microbatch's sequences, and the index of each token's sequence: ``(rows_S, local_M)``.
 
     ``rows_S``: rows of the sequences in ascending order, so that pairs are adjacent. ``local_M``: index in ``rows_S``
     of each token's sequence.

@@ -57,7 +57,7 @@ class KLCoefficient:
         self.value = config.coef
 
     def follow(self, coef: float | None) -> None:
-        """Adopt the coefficient that a batch was sealed with, unless it is adapted here."""
+        """Adopt the coefficient that a batch was sealed with, unless this trainer adapts the coefficient itself."""
         if self._adaptive is None and coef is not None:
             self.value = coef
 

@@ -33,7 +33,7 @@ from penstock.shared.protocol.trajectory import Group
 __all__ = ["PreparedBatch", "cut", "prepare"]
 
 Pass = tuple[str, Role | None, Callable[[Microbatch | None], Tensor]]
-"""(column name, model that computes it (None: the teacher), scoring function)."""
+"""A pass without gradient: (name of the column to fill, role of the model or None: teacher, scoring function)."""
 
 
 @dataclass(frozen=True, slots=True)

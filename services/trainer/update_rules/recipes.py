@@ -100,12 +100,12 @@ class Experience:
 
     @property
     def mask(self) -> Tensor:
-        """Return all True, [N]: N contains scored tokens only."""
+        """Return a mask of all True, [N], because the arrays over tokens hold scored tokens only."""
         return torch.ones(int(self.cu_seqlens_B1[-1]), dtype=torch.bool)
 
     @property
     def valid(self) -> Tensor:
-        """Return all True, [B]: failed trajectories are not in the batch."""
+        """Return a mask of all True, [B], because failed trajectories are not in the batch."""
         return torch.ones(len(self.rewards_B), dtype=torch.bool)
 
 

@@ -137,7 +137,7 @@ class SoftActorCriticRule:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Names in ``state`` of the buffer's columns."""
+        """Names of the entries of ``state`` that are columns of the replay buffer."""
         return frozenset(_BUFFER + name for name in self.buffer.columns)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:

@@ -46,7 +46,7 @@ LABELS = "metadata"
 
 
 def settings_of(config: TrainingJob) -> dict[str, Any]:
-    """Return the value of every amendable key; None if its section does not exist."""
+    """Return the value of every amendable key; the value is None if the job file lacks the section of the key."""
     spec = config.model_dump(mode="json")
     return {key: value_at(spec, key) for key in AMENDABLE}
 
@@ -95,7 +95,7 @@ def is_amendable(config: BaseModel, key: str) -> bool:
 
 
 def changed_keys(old: BaseModel, new: BaseModel) -> list[str]:
-    """Return the dotted keys whose values differ, defaults included."""
+    """Return the dotted keys whose values differ between ``old`` and ``new``; default values are compared, too."""
     before, after = dict(leaves(old.model_dump(mode="json"))), dict(leaves(new.model_dump(mode="json")))
     missing = object()
     return sorted(k for k in before.keys() | after.keys() if before.get(k, missing) != after.get(k, missing))
@@ -111,7 +111,7 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def value_at(data: Mapping[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, or None if a section of the path is missing."""
+    """Return the value at a dotted key, or None if the data has no such section."""
     node: Any = data
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

@@ -43,11 +43,11 @@ class EmbodiedJob(TrainingJob):
     kind: Literal["embodied"]
     """Kind of job; `embodied` trains on episodes of a simulator."""
     environment: SimulatorConfig
-    """The simulator."""
+    """Simulator in which the policy acts."""
     policy: PolicyConfig = PolicyConfig()
-    """The policy network."""
+    """Network of the policy."""
     algorithm: EmbodiedAlgorithm = Field(default_factory=EpisodePPOConfig)
-    """Advantages and loss."""
+    """Algorithm, which defines advantages and loss."""
     backend: LocalConfig | FSDPConfig = Field(LocalConfig(), discriminator="type")
     """Training backend: with `fsdp` every rank holds the whole policy and computes its part of each minibatch."""
     train: EpisodeRunConfig

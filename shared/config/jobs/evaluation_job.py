@@ -29,7 +29,7 @@ class EvaluationData(StrictModel):
     """Held-out data."""
 
     eval: Sources = Field(min_length=1)
-    """One source, or several in order."""
+    """Sources of held-out prompts, used one after another."""
     prompt: PromptConfig = PromptConfig()
     """Conversion of rows to prompts."""
 
@@ -49,7 +49,8 @@ class EvaluationJob(StrictModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Short name for display."""
     seed: int = Field(0, ge=0, lt=1 << 63)
-    """Seed of every completion; with the seed of a training job, the completions equal those of its evaluations."""
+    """Seed of every completion. With the seed of a training job, the completions equal those of that job's
+    evaluations."""
     model: ModelConfig
     """Policy to evaluate."""
     data: EvaluationData
@@ -59,17 +60,17 @@ class EvaluationJob(StrictModel):
     environment: AnyEnvironment | None = None
     """Multi-turn episodes, with tools or in an environment of `verifiers`; null: one completion per prompt."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling settings; greedy completions use only its lengths and stop conditions."""
+    """Sampling settings; for greedy completions only the lengths and stop conditions are used."""
     rollout: RolloutConfig = EmbeddedConfig()
     """Rollout engine."""
     evaluation: MeasureConfig = MeasureConfig()
     """Metrics to measure."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits of the job: its share of streams and its wall time."""
+    """Limits of the job: bytes in the stream EXPERIENCE, and wall time."""
     placement: PlacementConfig = PlacementConfig()
     """Threads and devices of the services."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
-    """Free labels."""
+    """Labels that the user chooses freely."""
 
     @model_validator(mode="after")
     def _measures_something(self) -> EvaluationJob:
@@ -102,7 +103,8 @@ class EvaluationJob(StrictModel):
 
     @property
     def data_config(self) -> DataConfig:
-        """The held-out prompts as a section `data`, as in training jobs; nothing draws from its training sources."""
+        """Section `data` in the form of a training job, for code shared with training; only its held-out sources are
+        used."""
         data = DataConfig(train=self.data.eval, eval=self.data.eval, prompt=self.data.prompt)
         return data if self.environment is None else data.with_tools(self.environment.schemas)
 

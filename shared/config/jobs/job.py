@@ -41,7 +41,7 @@ BYTES_PER_TOKEN = 24
 GROUP_OVERHEAD_BYTES = 4096
 """Upper bound of a group's headers, answer, reward parts and a data row of ROW_BYTES (bytes)."""
 ROW_BYTES = 1024
-"""Bytes of a data row included in ``group_bytes``; the excess of a larger row must be added."""
+"""Bytes of a data row that ``group_bytes`` includes; for a larger row, the caller must add the excess."""
 
 
 def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_bytes: int = 0, turns: int = 1) -> int:
@@ -69,7 +69,7 @@ class WarmStartConfig(StrictModel):
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""
     data: list[Source] = Field(default_factory=list)
-    """Sources of demonstrations; empty: the rows of `data.train`. A few demonstrations can warm-start a policy whose
+    """Sources of demonstrations; empty: the rows of `data.train`. Separate sources make a warm start possible if the
     training prompts have only a checker and no answers."""
     demonstration: list[str] = Field(default_factory=list)
     """Demonstration built from a row, as format strings over the row's fields: alternately text of the policy and
@@ -126,7 +126,7 @@ class JobConfig(TrainingJob):
     reward: RewardConfig
     """Scoring of completions."""
     algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
-    """Advantages and loss."""
+    """Algorithm, which defines advantages and loss."""
     environment: AnyEnvironment | None = None
     """Multi-turn episodes, with tools or in an environment of `verifiers`; null: one completion per prompt."""
     sampling: SamplingConfig = SamplingConfig()
@@ -163,8 +163,8 @@ class JobConfig(TrainingJob):
         return self
 
     def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield ``(key, field of Caps, True if the job needs it)`` for each key of this kind of job that may need a
-        capability of the engine."""
+        """Yield ``(key, capability, wanted)`` for each key of this kind of job that may need a capability of the
+        engine: the field of ``Caps``, and True if this job needs it."""
         yield from ()
 
     @model_validator(mode="after")
@@ -263,7 +263,7 @@ class JobConfig(TrainingJob):
 
     @property
     def warm_start_data(self) -> DataConfig:
-        """Data section that the warm start reads."""
+        """Section `data` with the demonstrations that the warm start reads."""
         data = self.data_config
         return data.model_copy(update={"train": self.warm_start.data}) if self.warm_start.data else data
 
@@ -274,7 +274,7 @@ class JobConfig(TrainingJob):
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
-        """Losses beside the policy loss; None: only the policy loss."""
+        """Losses in addition to the policy loss; None: only the policy loss."""
         return None
 
     @property

@@ -42,7 +42,7 @@ class Need:
 
     @property
     def extra(self) -> str:
-        """Extra to install: ``penstock[EXTRA]``."""
+        """Extra of Penstock that installs the package: the EXTRA in ``pip install penstock[EXTRA]``."""
         return OPTIONAL[self.package]
 
     @property

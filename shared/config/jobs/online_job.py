@@ -22,7 +22,8 @@ GROUPLESS = ("reinforce_pp", "ppo")
 """Algorithms that can learn from one answer per prompt."""
 _ALGORITHMS = [kind.model_fields["type"].default for kind in get_args(get_args(AlgorithmConfig)[0])]
 MAX_LAG = 8
-"""Largest lag bound; beyond it, recorded log-probs describe the trained policy too poorly."""
+"""Largest lag bound that a job file may set; with more lag, recorded log-probs describe the trained policy too
+poorly."""
 
 
 class OnlineData(DataConfig):
@@ -89,7 +90,7 @@ class OnlineJob(JobConfig):
     reward: OnlineReward = OnlineReward()
     """Scoring of answers to held-out prompts."""
     algorithm: OnlineAlgorithm = Field(default_factory=ReinforcePPConfig)
-    """Advantages and loss, without groups of completions."""
+    """Algorithm, which defines advantages and loss; it needs no groups of completions."""
     train: OnlineTrain = OnlineTrain()
     """Batch size and lag bound."""
     online: OnlineConfig = OnlineConfig()
@@ -128,7 +129,7 @@ class OnlineJob(JobConfig):
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
-        """Losses beside the policy loss; None: only the policy loss."""
+        """Losses in addition to the policy loss; None: only the policy loss."""
         return self.online.off_policy
 
     @property

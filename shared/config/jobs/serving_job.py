@@ -48,13 +48,13 @@ class ServingJob(StrictModel):
     sampling: SamplingConfig = SamplingConfig()
     """Default sampling settings of requests."""
     rollout: RolloutConfig = EmbeddedConfig()
-    """Rollout engine, whatever engine the job of the checkpoint used."""
+    """Rollout engine of the deployment; it may differ from the engine of the job that wrote the checkpoint."""
     serving: ServingConfig = ServingConfig()
     """Handling of requests, and lifetime of the deployment."""
     placement: PlacementConfig = PlacementConfig()
     """Threads and devices of the services, and concurrent sequences of each engine."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
-    """Free labels."""
+    """Labels that the user chooses freely."""
 
     @model_validator(mode="after")
     def _model_can_be_served(self) -> ServingJob:
@@ -81,7 +81,7 @@ class ServingJob(StrictModel):
 
 
 _MODEL = ("dtype", "fp32_head", "trust_remote_code")
-"""Keys of `model` that do not follow from the weights of a checkpoint."""
+"""Keys of `model` that a checkpoint does not determine, so that they are copied from the job that wrote it."""
 
 
 def _given(section: StrictModel) -> dict[str, Any]:

@@ -47,19 +47,19 @@ class RunConfig(StrictModel):
     draw has its group or misses its deadline; `in_order`: train all draws in data order; `drop`: do not wait, and drop
     the draw once its lag exceeds `max_lag`."""
     oversample: float = Field(1.0, ge=1, le=8)
-    """Number of in-flight draws, as a multiple of what the lag bound requires. The additional draws replace groups
-    that a batch would lack; those not trained in time are dropped as stale."""
+    """Number of in-flight draws, as a multiple of what the lag bound requires. The additional draws replace groups that
+    a batch would lack; draws not trained in time are dropped as stale."""
     draw_timeout_s: float = Field(120.0, gt=0)
     """Deadline of a draw after its dispatch (seconds). A draw that misses it is dropped and redrawn: at most four
     times, or without limit while no groups arrive at all."""
     on_nonfinite: Literal["pause", "skip"] = "pause"
     """Handling of a non-finite loss or gradient: pause the job and keep the batch, or skip the optimizer step."""
     max_mismatch: float | None = Field(1.0, gt=0)
-    """Pause the job after an update whose `mismatch/logprob` exceeds this, or after `max_lag` + 1 updates in a row
-    whose `lag/logprob` does (nats per token or action dimension): the sampling policy differs from the trained one.
-    One version of lag adds about 0.01; one very large update of the policy, up to 2.4 in `max_lag` batches; a KV cache
-    that old weights computed, about 2 in every batch. Not applied to `sac`, which trains on old transitions; null:
-    never pause."""
+    """Largest difference between sampling policy and trained policy (nats per token or action dimension). The job
+    pauses after an update whose `mismatch/logprob` exceeds it, or after `max_lag` + 1 updates in a row whose
+    `lag/logprob` exceeds it. Typical differences: 0.01 for one version of lag; up to 2.4, in `max_lag` batches, after
+    one very large update; about 2, in every batch, for a KV cache that was computed with old weights. Not applied to
+    `sac`, which trains on old transitions; null: never pause."""
 
 
 class CheckpointConfig(StrictModel):
@@ -70,11 +70,12 @@ class CheckpointConfig(StrictModel):
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints to keep, in addition to the initial and the final one."""
     keep_best: KeepBestConfig | None = None
-    """Also keep the best checkpoint by a metric; null: no."""
+    """Metric by which the best checkpoint is kept, too; null: only the newest, the initial and the final one are
+    kept."""
 
 
 class LimitsConfig(StrictModel):
-    """Limits of one job: its share of streams and its wall time."""
+    """Limits of one job: bytes in the stream EXPERIENCE, and wall time."""
 
     byte_budget: int = Field(256 << 20, ge=1 << 10)
     """Bytes that this job may occupy in the stream EXPERIENCE. (max_lag + 2) batches must fit in half of it."""
@@ -116,7 +117,7 @@ class TrainingJob(StrictModel, ABC):
     seed: int = Field(0, ge=0, lt=1 << 63)
     """Seed of every draw, shuffle and initialisation."""
     algorithm: AlgorithmConfig | EmbodiedAlgorithm
-    """Advantages and loss."""
+    """Algorithm, which defines advantages and loss."""
     backend: BackendConfig = LocalConfig()
     """Training backend, which holds and shards the model."""
     train: RunConfig
@@ -128,13 +129,13 @@ class TrainingJob(StrictModel, ABC):
     early_stop: EarlyStopConfig | None = None
     """Condition for ending the run before its last update; null: none."""
     limits: LimitsConfig = LimitsConfig()
-    """Limits of the job: its share of streams and its wall time."""
+    """Limits of the job: bytes in the stream EXPERIENCE, and wall time."""
     placement: PlacementConfig = PlacementConfig()
     """Threads and devices of the services."""
     tracking: list[TrackerConfig] = Field(default_factory=list)
     """Metric trackers, in addition to the metrics stream."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
-    """Free labels."""
+    """Labels that the user chooses freely."""
 
     @model_validator(mode="after")
     def _batch_holds_whole_groups(self) -> TrainingJob:
@@ -175,6 +176,6 @@ class TrainingJob(StrictModel, ABC):
 
     @property
     def max_draws(self) -> int:
-        """Largest number of non-terminal draws at any time."""
+        """Largest number of draws that are neither trained nor dropped yet, at any time."""
         t = self.train
         return max(self.groups_per_batch, int((t.max_lag + 1) * self.groups_per_batch * t.oversample))

@@ -20,9 +20,10 @@ class CanaryConfig(StrictModel):
     conversations: int = Field(100, ge=10)
     """Number of judged conversations of each of the two versions, needed for a verdict."""
     max_drop: float = Field(0.1, ge=0)
-    """Allowed shortfall of the new version's mean reward per conversation against the served version's."""
+    """Largest allowed amount by which the new version's mean reward per conversation is below the served version's."""
     confidence: float = Field(0.95, ge=0.5, lt=1)
-    """Confidence level of the one-sided Welch bound of the difference; 0.5 compares the means."""
+    """Confidence level of the one-sided Welch bound of the difference between the two mean rewards; 0.5 only compares
+    the means."""
     max_wait_s: float = Field(3600.0, gt=0)
     """Time after which `on_timeout` decides (seconds)."""
     on_timeout: Literal["refuse", "promote"] = "refuse"

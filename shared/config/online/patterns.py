@@ -13,11 +13,12 @@ import re2
 __all__ = ["compile_pattern"]
 
 CLASSES = {"w": r"\p{L}\p{M}\p{N}_", "d": r"\p{Nd}", "s": r"\s\x1c-\x1f\x{85}\p{Z}"}
-"""RE2 equivalents of Python's character classes, and combining marks: a false match is better than a missed one."""
+"""RE2 equivalents of Python's character classes, by letter. The class of words also has combining marks, because a
+false match is better than a missed one."""
 OUTSIDE = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 INSIDE = re.compile(r"\\.|.", re.DOTALL)
-"""``OUTSIDE`` matches the next token of a pattern outside of brackets, ``INSIDE`` one inside of brackets. ``[]`` and
-``[^]`` are opening tokens, because a ``]`` directly after ``[`` or ``[^`` is a literal."""
+"""``OUTSIDE`` matches the next token of a pattern outside of brackets, ``INSIDE`` the next token inside of brackets.
+``[]`` and ``[^]`` are opening tokens, because a ``]`` directly after ``[`` or ``[^`` is a literal."""
 
 
 def compile_pattern(pattern: str) -> Any:

@@ -14,8 +14,8 @@ class PromotionConfig(StrictModel):
     """Promotion gate: a version is served only if it meets every bound that is set."""
 
     max_drop: float | None = Field(None, ge=0)
-    """Allowed shortfall of the held-out reward (`metric`) against that of the previously served version; needs
-    `data.eval`. null: no bound."""
+    """Largest allowed amount by which the held-out reward (`metric`) is below that of the previously served version;
+    needs `data.eval`. null: no bound."""
     metric: str = "eval/greedy"
     """Held-out reward that `max_drop` compares."""
     max_kl: float | None = Field(None, gt=0)
@@ -28,7 +28,7 @@ class PromotionConfig(StrictModel):
     patience: int = Field(1, ge=1)
     """After this many consecutive refused versions, training rolls back to the served version."""
     canary: CanaryConfig | None = None
-    """Canary trial of versions that meet the bounds; null: they are served to all at once."""
+    """Canary trial of versions that meet the bounds; null: a version that meets the bounds is served to all at once."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> PromotionConfig:

@@ -24,8 +24,8 @@ class QuarantineConfig(StrictModel):
     smoothing: float = Field(0.1, gt=0, le=1)
     """Weight of the newest value in the moving average."""
     hold_s: float = Field(86400.0, gt=0)
-    """Held items that no user releases or drops within this time (seconds) are rejected; sooner if the stream runs
-    out of space."""
+    """Time (seconds) after which held items are rejected if no user has released or dropped them; sooner if the stream
+    runs out of space."""
 
     @model_validator(mode="after")
     def _window_holds_the_minimum(self) -> QuarantineConfig:

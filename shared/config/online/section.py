@@ -34,7 +34,7 @@ class PostedConfig(StrictModel):
     trusted_keys: list[str] = Field(default_factory=list, max_length=64)
     """Ids of the API keys whose posted tokens the policy loss may use; `*`: every key that may post feedback."""
     audit_share: float = Field(0.05, ge=0, le=1)
-    """Of the interactions posted with log-probs, share whose log-probs a rollout worker recomputes."""
+    """Share of the interactions posted with log-probs for which a rollout worker recomputes the log-probs."""
     max_logprob_gap: float = Field(0.1, gt=0)
     """Mean difference between posted and recomputed log-probs above which the job no longer trusts a key."""
     held_versions: int = Field(0, ge=0, le=16)
@@ -43,9 +43,9 @@ class PostedConfig(StrictModel):
     assume_on_policy: bool = False
     """Treat posted answers without log-probs as samples of the newest policy; only for agents that sample from it."""
     max_assumed_share: float = Field(0.25, gt=0, le=0.25)
-    """Largest share in a batch of answers treated by `assume_on_policy`, relative to `train.batch_size`."""
+    """Largest number of answers treated by `assume_on_policy` in a batch, as a fraction of `train.batch_size`."""
     assumed_weight: float = Field(0.5, gt=0, le=1)
-    """Factor of the advantages of answers treated by `assume_on_policy`."""
+    """Factor of the advantages of posted answers that `assume_on_policy` treats as samples of the newest policy."""
 
 
 class NewSourcesConfig(StrictModel):
@@ -57,7 +57,8 @@ class NewSourcesConfig(StrictModel):
     weight: float = Field(0.2, gt=0, le=1)
     """Factor of the advantages of answers that a new source judged."""
     items: int = Field(30, ge=10)
-    """Number of values on answers also judged by a reference key after which a source is no longer new."""
+    """Number of feedback values that end the status as a new source; only values on answers that a reference key
+    judged, too, count."""
     agreement: float = Field(0.4, gt=0, le=1)
     """Smallest concordance of a source with the reference keys; for boolean metrics, Cohen's kappa."""
 
@@ -85,7 +86,7 @@ def with_defences(data: Any) -> Any:
 
 
 def _under(preset: Any, written: Any) -> Any:
-    """Fill the unset keys of a section from the preset."""
+    """Return a section whose unset keys are filled in from the preset."""
     return {**preset, **written} if isinstance(preset, Mapping) and isinstance(written, Mapping) else written
 
 
@@ -137,8 +138,8 @@ class OnlineConfig(StrictModel):
     too, as a float, but no answer waits for it. Feedback with any other name is rejected."""
     max_wait_s: float = Field(60.0, gt=0)
     """Longest wait of a group for a full batch (seconds). After that the coordinator forms a batch smaller than
-    `train.batch_size`. If a `max_share_*` is below 1, it does so only once groups of two owners (keys or users) have
-    waited this long."""
+    `train.batch_size`. If a `max_share_*` is below 1, the coordinator forms a smaller batch only once groups of two
+    owners (keys or users) have waited this long."""
     match_ttl_s: float = Field(900.0, gt=0)
     """Time (seconds) after which feedback expires if its interaction has not appeared."""
     idle_ttl_s: float = Field(1800.0, gt=0)
@@ -150,8 +151,9 @@ class OnlineConfig(StrictModel):
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount of later rewards along the branches of an episode; 0: no credit from later turns."""
     balance: Literal["episodes", "trajectories"] = "episodes"
-    """Unit of equal weight in the policy loss. `episodes`: the branches of an episode share the weight of one;
-    `trajectories`: an episode with three branches has three times the weight."""
+    """Unit of equal weight in the policy loss. `episodes`: all branches of an episode together weigh as much as one
+    trajectory; `trajectories`: each branch weighs as much, so an episode with three branches has three times the
+    weight."""
     invalid_reward: float | None = None
     """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the declared metrics."""
     defences: Defences = "none"
@@ -164,7 +166,8 @@ class OnlineConfig(StrictModel):
     max_share_per_user: float = Field(1.0, gt=0, le=1)
     """Largest share of a batch from conversations of one user, whichever keys judged them."""
     raters: Literal["any", "same_key"] = "any"
-    """Keys whose feedback counts: `any` key that may post feedback, or only the key that requested the answer."""
+    """Keys whose feedback on an answer counts: `any` key that may post feedback, or only the key that requested the
+    answer."""
     new_sources: NewSourcesConfig | None = None
     """Reduced weight of feedback from new API keys; null: all keys have the same weight."""
     off_policy: OffPolicyConfig | None = None
@@ -182,13 +185,14 @@ class OnlineConfig(StrictModel):
     """Quarantine of unusual feedback until a user reviews it; null: no quarantine."""
     forced_sampling: bool = False
     """Use the job's `sampling` instead of the sampling parameters of clients, so that all answers can be trained on.
-    Clients still choose length, stop strings, seed and the form of the answer."""
+    Clients still choose length, stop strings, seed and the prescribed form of the answer."""
     strict_recording: bool = False
-    """Refuse an answer that could not be recorded with 503 instead of serving it with `x-recorded: false`."""
+    """Refuse a request with 503 if its answer could not be recorded, instead of serving the answer with `x-recorded:
+    false`."""
     truncated: Literal["judge", "mask", "penalise", "leave_out"] = "judge"
-    """Handling of answers that hit the length limit. `judge`: rewarded by their feedback; `mask`: the same, but the
-    reward counts only in the baseline and the tokens in no loss; `penalise`: rewarded with `invalid_reward`;
-    `leave_out`: never trained on (their feedback still counts for earlier turns)."""
+    """Handling of answers that hit the length limit. `judge`: the answer is rewarded by its feedback; `mask`: its
+    reward counts in the baseline, but its tokens are in no loss; `penalise`: it is rewarded with `invalid_reward`;
+    `leave_out`: it is never trained on, but its feedback still counts for earlier turns."""
     unfinished: Literal["judge", "mask"] = "judge"
     """Handling of episodes that no client ended and that became idle or too old: trained like others, or all turns
     masked."""

@@ -25,11 +25,11 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.USub: operator.
 
 
 class Formula:
-    """Parsed formula such as ``0.7 * tests + 0.3 * style``: ``+ - * / ^``, parentheses, and ``FUNCTIONS`` over
+    """Parsed formula such as ``0.7 * tests + 0.3 * style``, with ``+ - * / ^``, parentheses, and ``FUNCTIONS`` over
     floats."""
 
     def __init__(self, text: str) -> None:
-        """Parse ``text``. Raises ValueError if ``text`` is not a formula of this form."""
+        """Parse ``text``. Raises ValueError if ``text`` has anything but arithmetic over named numbers."""
         if len(text) > MAX_CHARS:
             raise ValueError(f"a formula has at most {MAX_CHARS} characters")
         try:
@@ -74,7 +74,8 @@ def _names(node: ast.expr, depth: int = 0) -> list[str]:
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
-    """Evaluate a node. Raises ArithmeticError if any subexpression is not a finite real number."""
+    """Return the value of a node of the formula's tree. Raises ArithmeticError if any subexpression is not a finite
+    real number."""
     found = _applied(node, numbers)
     if isinstance(found, complex) or not math.isfinite(found):
         raise ArithmeticError(f"{ast.unparse(node)[:80]} is {found}, not a finite number")
@@ -82,7 +83,7 @@ def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
 
 
 def _applied(node: ast.expr, numbers: Mapping[str, float]) -> float | complex:
-    """Apply one operation; a root of a negative number is complex."""
+    """Apply one operation to its operands. An even root of a negative number gives a complex number."""
     match node:
         case ast.BinOp(left=left, op=op, right=right):
             return _BINARY[type(op)](_value(left, numbers), _value(right, numbers))

@@ -41,7 +41,7 @@ class _Grader(StrictModel):
 
 
 class StringCheckGrader(_Grader):
-    """String comparison: 1 if it holds, else 0."""
+    """Comparison of two strings: the score is 1 if the comparison holds, else 0."""
 
     type: Literal["string_check"] = "string_check"
     input: Slotted
@@ -53,7 +53,7 @@ class StringCheckGrader(_Grader):
 
 
 class TextSimilarityGrader(_Grader):
-    """Text similarity from 0 to 1."""
+    """Similarity of two texts: a score from 0 to 1."""
 
     type: Literal["text_similarity"] = "text_similarity"
     input: Slotted
@@ -75,10 +75,10 @@ class PythonGrader(_Grader):
 
 
 class GraderPart(StrictModel):
-    """Part of a message."""
+    """Part of a message to the grading model."""
 
     type: Literal["input_text", "output_text"] = "input_text"
-    """Type as in OpenAI's messages; both mean text."""
+    """Type of the part, as in OpenAI's messages; both types mean text."""
     text: Slotted
     """Text with slots."""
 
@@ -87,7 +87,7 @@ class GraderMessage(StrictModel):
     """Message to the grading model."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    """Author of the message."""
+    """Role of the message's author."""
     content: Slotted | list[GraderPart]
     """Text with slots, or a list of parts."""
     type: Literal["message"] = "message"
@@ -157,7 +157,8 @@ class MultiGrader(_Grader):
     @field_validator("graders", mode="before")
     @classmethod
     def _one_alone(cls, value: Any) -> Any:
-        """Accept a single grader, too: OpenAI's SDK declares one, while OpenAI's guide declares a mapping."""
+        """Accept one grader in place of a mapping of graders: OpenAI's SDK declares one, while OpenAI's guide declares
+        a mapping."""
         if isinstance(value, dict) and isinstance(value.get("type"), str):
             return {str(value.get("name")): value}
         return value

@@ -24,14 +24,15 @@ class RewardConfig(StrictModel):
     scorers: list[ScorerConfig] = Field(min_length=1, max_length=8)
     """Scorers; the reward is the sum of weight * score."""
     timeout_s: float = Field(10.0, gt=0, le=3600)
-    """Wall-clock limit of scoring one completion (seconds), from the start of scoring. With a scorer that takes
-    whole groups (`reward_model`, `judge`, `http`, `grader`), limit per group."""
+    """Wall-clock limit of scoring one completion (seconds), from the start of scoring. If a scorer takes whole groups
+    (`reward_model`, `judge`, `http`, `grader`), the limit applies to each group instead."""
     open_timeout_s: float = Field(60.0, gt=0, le=3600)
     """Wall-clock limit of starting a scorer process, with its imports and reward model (seconds)."""
     processes: int | None = Field(None, ge=1, le=256)
     """Scorer processes of this job in each reward service; null: one per core, at most four."""
     slow: bool = False
-    """Score groups from the stream RAW after generation, instead of before they are published."""
+    """True: rollout workers publish unscored groups to the stream RAW, and the groups are scored from there. False:
+    rollout workers wait for the scores of a group before they publish it."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> RewardConfig:
@@ -52,7 +53,7 @@ class RewardConfig(StrictModel):
 
     @property
     def component_names(self) -> list[str]:
-        """Name of each scorer: its name or type, numbered to be unique."""
+        """Name of each scorer, its `name` or type, with a number where names would repeat."""
         names: list[str] = []
         taken = {scorer.name for scorer in self.scorers}
         for scorer in self.scorers:

@@ -44,7 +44,8 @@ def _web_address(value: str) -> str:
 
 
 def _variable_name(value: str) -> str:
-    """Return the name. Raises ValueError unless the variable may contain a key for an external service."""
+    """Return the name of an environment variable. Raises ValueError if the variable is not one that may contain a key
+    for an external service."""
     if not _VARIABLE.fullmatch(value):
         raise ValueError(
             "must be the NAME of an environment variable of the reward service (upper case), never the key itself"
@@ -76,7 +77,7 @@ class _Scorer(StrictModel):
 
     @property
     def budget_s(self) -> float:
-        """Time that the scorer may take by its own limits (seconds); 0: only `reward.timeout_s` limits it."""
+        """Longest time that the scorer's own limits let it take (seconds); 0: only `reward.timeout_s` limits it."""
         return 0.0
 
 
@@ -143,7 +144,7 @@ class CodeScorer(_Scorer):
 
     @property
     def budget_s(self) -> float:
-        """Time limit of the tests (seconds)."""
+        """Longest time that the tests of one completion may take (seconds)."""
         return self.time_limit_s
 
 
@@ -193,7 +194,7 @@ class JudgeScorer(_Scorer):
     json_field: str = "score"
     """Field of the JSON reply with the grade."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest grade, mapped to 0 and 1; a grade outside is a failure."""
+    """Lowest and highest grade, which are mapped to 0 and 1; scoring fails if the grade is outside."""
     temperature: float | None = Field(0.0, ge=0)
     """Sampling temperature; null: not sent, for models that reject it."""
     max_tokens: int | None = Field(512, ge=1)
@@ -227,7 +228,7 @@ class JudgeScorer(_Scorer):
 
     @property
     def budget_s(self) -> float:
-        """Deadline for a group (seconds)."""
+        """Longest time that the requests for one group may take (seconds)."""
         return self.deadline_s
 
 
@@ -254,16 +255,18 @@ class HttpScorer(_Scorer):
 
     @property
     def budget_s(self) -> float:
-        """Deadline for a group (seconds)."""
+        """Longest time that the requests for one group may take (seconds)."""
         return self.deadline_s
 
 
 class GraderScorer(_Scorer):
-    """Grader in the format of OpenAI's fine-tuning API: string check, text similarity, Python, model, or several."""
+    """Grader in the format of OpenAI's fine-tuning API: string check, text similarity, Python, score by a model, or a
+    formula over several graders."""
 
     type: Literal["grader"] = "grader"
     grader: Grader
-    """The grader. `item` is the data row, `sample.output_text` the completion, `sample.output_json` its JSON."""
+    """Grader of each completion. In its slots, `item` is the data row, `sample.output_text` the completion,
+    `sample.output_json` the completion parsed as JSON."""
     base_url: WebAddress | None = None
     """Base address, including `/v1`, of the models of `score_model` graders."""
     api_key_env: VariableName | None = None
@@ -285,13 +288,13 @@ class GraderScorer(_Scorer):
 
     @property
     def budget_s(self) -> float:
-        """Deadline for a group (seconds)."""
+        """Longest time that the grading of one group may take (seconds)."""
         return self.deadline_s
 
 
 class EnvironmentScorer(_Scorer):
-    """Reward of the environment itself: the rewards of a task of `verifiers`, or `reward(answer)` of the object
-    behind tools of type `method`; with several objects, the sum."""
+    """Reward that the environment itself returns: the rewards of a task of `verifiers`, or `reward(answer)` of the
+    object behind tools of type `method`; with several objects, the sum of their rewards."""
 
     type: Literal["environment"] = "environment"
 

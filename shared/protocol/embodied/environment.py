@@ -88,9 +88,10 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 60.0
     host: str = ""
     camera: bool = False
-    """Film every episode; only for sessions that make videos, because rendering takes longer than a step."""
+    """True: film every episode. Only sessions that make videos need this, because rendering takes longer than a
+    step."""
     picture: Picture | None = None
-    """Camera images as an additional observation; None: none."""
+    """Camera images to add as an observation; None: no camera images."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
@@ -127,13 +128,14 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_success: bool
     versions: dict[str, str]
     no_video: str = ""
-    """Reason why its episodes cannot be filmed, if a client requested a camera; '' otherwise."""
+    """Reason why episodes of the environment cannot be filmed, if a client requested a camera; '' otherwise."""
     has_snapshots: bool = False
-    """Episodes can be stored and continued, bit for bit."""
+    """True if episodes can be stored and continued, bit for bit."""
 
 
 class ObservationMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared memory with the current observations of a session, for a client that has its Unix socket.
+    """Shared memory with the current observations of a session. A client that is connected to the session by a Unix
+    socket reads it.
 
     The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. The memory
     holds the observations of the last reply until the next request is sent.
@@ -201,7 +203,7 @@ class ResetReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """Request to execute a chunk: ``actions`` [n, C, ...].
+    """Request to step n environments: ``actions`` [n, C, ...] has a chunk of C actions for each.
 
     ``next_state_ids`` [n] are the state ids of the episodes that begin by ``auto_reset``. If it is empty (shape [0]),
     the server adds the number of environments of the session to each state id. After a restore it refuses an empty
@@ -275,7 +277,8 @@ class FilmRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilmReply:
-    """Reply with ``film``: uint8 [bytes], an MP4 file; ``reasons``: [reason why there is no film] or []."""
+    """Reply to ``FilmRequest``: ``film`` is an MP4 file as uint8 [bytes], ``reasons`` has the reason if there is no
+    film, and is empty otherwise."""
 
     seq: int
     film: NDArray[np.uint8]
@@ -284,7 +287,8 @@ class FilmReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SnapshotRequest:
-    """Request to store the running episodes ``env_ids`` [n], which continue. ``seq`` counts as in ``ResetRequest``."""
+    """Request to store the running episodes of the environments ``env_ids`` [n]; the episodes continue. ``seq`` counts
+    as in ``ResetRequest``."""
 
     seq: int
     env_ids: NDArray[np.int32]
@@ -292,7 +296,8 @@ class SnapshotRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SnapshotReply:
-    """Snapshots, one after another in ``snapshots``: uint8 [bytes]; ``sizes`` int64 [n] are their lengths.
+    """Reply with the stored episodes: the bytes of all snapshots in ``snapshots``, uint8 [bytes], and the size of each
+    in ``sizes``, int64 [n].
 
     ``lost`` [n] marks the episodes that the simulator lost, ``reasons`` has the cause of each, '' for the others.
     """
@@ -306,7 +311,8 @@ class SnapshotReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RestoreRequest:
-    """Request to continue stored episodes in n environments, as new episodes that keep their length and return.
+    """Request to continue stored episodes in n environments, as new episodes that start with the length and return of
+    the stored ones.
 
     ``snapshots`` and ``sizes`` are as in ``SnapshotReply``, ``observe`` is as in ``ResetRequest``. The reply is a
     ``ResetReply``.

@@ -35,7 +35,7 @@ class Video(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def video_headers(video: Video) -> dict[str, str]:
-    """Return the headers of the message that carries the film."""
+    """Return the headers of the message that carries the film with the metadata ``video``."""
     return {HEADER: msgspec.json.encode(video).decode("ascii", "replace")}
 
 

@@ -25,7 +25,8 @@ class Promoted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
-    """The gate refused ``version``: ``reason`` names the violated bounds, ``figures`` are its measured values."""
+    """The promotion gate refused to serve ``version``: ``reason`` names the violated bounds, ``figures`` are the
+    measured values."""
 
     version: int
     number: int
@@ -49,7 +50,8 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """Reward of one conversation during a canary trial, or of one answer in jobs without credit over turns.
+    """Reward of one conversation during a canary trial. In jobs in which turns get no credit from each other, each
+    answer counts as a conversation.
 
     ``interactions`` are its answers, all by one version: the one on trial if ``is_canary``, else the served one.
     ``judges``, ``askers`` and ``users`` are as in ``Admission``.
@@ -65,7 +67,8 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CanaryJudged(Event, frozen=True, kw_only=True, tag=True):
-    """Conversations with the version on trial, ``version``, and with the served one were judged."""
+    """Conversations were judged during a canary trial of ``version``: some with that version, some with the served
+    one."""
 
     version: int
     judged: list[Judged]

@@ -56,7 +56,7 @@ class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Drawn(Event, frozen=True, kw_only=True, tag=True):
-    """Ordinals [start, stop) get their first draws, whose tickets the leader publishes next.
+    """Each ordinal in [start, stop) gets its first draw. The leader then publishes the tickets of these draws.
 
     The groups of these draws must come from policy versions >= ``min_version``, which is the version that their planned
     batch starts from, minus the lag bound. ``deadline`` is in bus time (Unix seconds).
@@ -137,7 +137,8 @@ class Tracking(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
-    """The groups of one policy update, in order. This event is the commit. A higher revision replaces a refused one."""
+    """The groups of one policy update are fixed, in order: this event commits the batch. A batch with a higher revision
+    replaces a refused batch of its number."""
 
     number: int
     revision: int
@@ -147,7 +148,7 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
     """Number of updates before this one in the lineage: the position in the learning-rate schedule."""
     groups: list[SealedGroup]
     hyperparameters: Hyperparameters | None = None
-    """Settings of this update; None in ledgers of earlier versions: those of the job file."""
+    """Settings of this update; None in ledgers of earlier versions, where the settings of the job file apply."""
     tracking: Tracking = Tracking()
     """Increments of the tracked mean rewards, applied once the batch is trained."""
 
@@ -195,7 +196,7 @@ class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
-    """Checkpoint ``number`` is the best so far by ``metric``, with ``value`` measured after batch ``step``."""
+    """Checkpoint ``number`` is the best so far by ``metric``, whose ``value`` was measured after batch ``step``."""
 
     number: int
     metric: str
@@ -235,7 +236,7 @@ class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(Event, frozen=True, kw_only=True, tag=True):
-    """The job ended with phase ``reason``; no draw or update follows, unless ``Extended`` continues the job."""
+    """The job ended in the phase ``reason``; no draw or update follows, unless ``Extended`` continues the job."""
 
     reason: str
     summary: dict[str, Any]

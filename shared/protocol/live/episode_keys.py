@@ -30,10 +30,11 @@ _KEYS = SignedTexts(PREFIX, "episode key 1", EpisodeGrant)
 
 
 def episode_key(grant: EpisodeGrant, secret: bytes) -> str:
-    """Return the text of a key."""
+    """Return the text of the episode key with the contents ``grant``, signed with ``secret``."""
     return _KEYS.write(grant, secret)
 
 
 def read_episode_key(text: str, secret: bytes) -> EpisodeGrant | None:
-    """Return the contents of a key, or None if it was not signed with ``secret``. The caller checks the expiry."""
+    """Return the contents of an episode key, or None if ``text`` was not signed with ``secret``. The caller checks the
+    expiry."""
     return _KEYS.read(text, secret)

@@ -53,7 +53,8 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a choice that the client has already received; another worker continues after it."""
+    """Part of a choice that the client has already received from another worker; the worker that gets it continues
+    after this part."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -104,8 +105,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to a request: ``accepted`` is True if ``worker`` (one session of one process) takes the request; if it is
-    False, another worker may take it."""
+    """Reply to a request. If ``accepted`` is True, ``worker`` (one session of one process) takes the request; if
+    ``accepted`` is False, another worker may take it."""
 
     worker: str
     accepted: bool
@@ -122,7 +123,8 @@ class ToolCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a choice. ``start`` is the number of its output tokens before these; -1: the echoed prompt.
+    """New tokens of a choice. ``start`` is the number of output tokens of the choice before them; -1: the tokens are
+    the echoed prompt.
 
     ``pieces`` and ``top`` (texts and log-probs of tokens) are present if log-probs were requested. The chunk with
     ``finish`` is the last one of the choice; it is sent once its interaction is stored (``recorded``),
@@ -164,8 +166,8 @@ class Chunks(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True):
-    """Cancellation of a request by its gateway. ``gone``: the client disconnected, so the partial answer is
-    recorded."""
+    """Message by which a gateway cancels its own request. ``gone``: True if the client disconnected, so that the worker
+    records the partial answer."""
 
     request: str
     gone: bool

@@ -1,4 +1,4 @@
-"""Interactions of live agents, feedback on them, and the status of both."""
+"""Interactions of live agents, feedback on interactions, and the statuses of interactions and feedback."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ _DIGEST = re.compile("([0-9a-f]{2})*").fullmatch
 CANARY = "canary"
 """Reason why an answer is not trained on: a version in a canary trial produced it."""
 NOT_COMPARED = "canary_not_compared"
-"""Like ``CANARY``, for an answer that could not be trained on anyway; its reward does not count in the trial either."""
+"""Reason why an answer is not trained on: a version in a canary trial produced it, and its reward does not count in the
+trial, because it could not have been trained on anyway."""
 CONSTRAINED = "constrained"
 """Reason why an answer is not trained on-policy: a mask for a prescribed form influenced its tokens."""
 USER_TAG = "user_id"
@@ -64,11 +65,14 @@ USER_TAG = "user_id"
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message with the data that the episode index needs, so that readers need no payload."""
 RESTORED_HEADER = "Penstock-Restored"
-"""Header of a message in FEEDBACK that replaces messages after a deletion: the sequences of the original messages."""
+"""Header with the sequences of the original messages, in a message in FEEDBACK that replaces messages after a
+deletion."""
 SENDERS_HEADER = "Penstock-Senders"
-"""Header of a message in FEEDBACK: bytes of its items by sender number of the posting key: ``3f2:120 77a:4``."""
+"""Header of a message in FEEDBACK: how many bytes of its items each key posted, as ``3f2:120 77a:4`` with the keys'
+sender numbers."""
 NUM_SENDERS = 4096
-"""Number of sender numbers, which bounds the size of statistics by sender. Two keys may have the same number."""
+"""Number of different sender numbers, which bounds the size of statistics by sender. Two keys may have the same
+number."""
 
 TOO_LATE = "too_late"
 """Reason why a revision of feedback is rejected: the feedback was decided before."""
@@ -110,7 +114,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[Span]
     sampling: Sampling
     constraint: Literal["", "response_format", "tool_choice"] = ""
-    """Field of the request that prescribed the form of the answer; the log-probs are the policy's nevertheless."""
+    """Field of the request that prescribed the form of the answer; the log-probs are still those of the policy without
+    the prescription."""
     finish: FinishReason
     template: str
     """Digest of tokenizer and chat template."""
@@ -178,7 +183,7 @@ class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sender_number(key_id: str) -> int:
-    """Return the number in [0, NUM_SENDERS) under which bytes of a key are counted."""
+    """Return the sender number of a key, in [0, NUM_SENDERS), under which the bytes that it posts are counted."""
     return xxhash.xxh3_64_intdigest(key_id.encode()) % NUM_SENDERS
 
 
@@ -253,11 +258,11 @@ StatusName = Literal["received", "matched", "admitted", "quarantined", "rejected
 
 
 UNDECIDED = frozenset({"received", "matched", "quarantined"})
-"""Non-final statuses."""
+"""Statuses of feedback that are not final."""
 
 
 class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one item of feedback, appended to DECISIONS and never changed; the newest one of an id counts.
+    """Status of one item of feedback, appended to DECISIONS and never changed; the newest status of an item counts.
 
     Final statuses follow from the ledger.
     """
@@ -267,27 +272,27 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     interactions: list[str] = msgspec.field(default_factory=list)
     ordinal: int = -1
-    """Position in the job's data order, once admitted."""
+    """Position of the item's draw in the job's data order; -1 before the item is admitted."""
     batch: int = 0
     version: int = 0
-    """Version made by the batch, once trained."""
+    """Policy version that training on the item produced; 0 before the item is trained."""
     time: float
     revision: int = 0
-    """With the reason ``TOO_LATE``: the late revision. The status of the item itself is unchanged."""
+    """Number of the revision that was rejected as ``TOO_LATE``. The status of the item itself is unchanged."""
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One status of an interaction, which may get several. The newest status with an ``ordinal`` counts, because these
-    follow from the ledger; if no status has one, the first counts."""
+    """One of possibly several statuses of an interaction. The newest status with an ``ordinal`` counts, because such a
+    status follows from the ledger. If no status has an ``ordinal``, the first one counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]
     reason: str = ""
     ordinal: int = -1
-    """Position in the job's data order, once admitted."""
+    """Position of the interaction's draw in the job's data order; -1 before the interaction is admitted."""
     batch: int = 0
     version: int = 0
-    """Version made by the batch, once trained."""
+    """Policy version that training on the interaction produced; 0 before the interaction is trained."""
     time: float
 
 

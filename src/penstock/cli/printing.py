@@ -49,7 +49,7 @@ _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on standard output or error; wide without a terminal, so that no text is cut."""
+    """Return a console on standard output or error; where that is no terminal, it is wide, so that no text is cut."""
     plain = Console(highlight=False, emoji=False, markup=False, stderr=stderr)
     if plain.is_terminal:
         return plain
@@ -78,7 +78,7 @@ def show_line(value: Any) -> None:
 
 
 def show_done(text: str, value: Any, as_json: bool) -> None:
-    """Print what a command did: ``text`` as a remark on stderr, or ``value`` as JSON."""
+    """Print the result of a command: if ``as_json``, ``value`` as JSON, otherwise ``text`` as a remark on stderr."""
     if as_json:
         show_json(value)
     else:

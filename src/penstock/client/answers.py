@@ -38,7 +38,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 LONGEST_PAUSE_S = 5.0
 _AGAIN = frozenset({429, 502, 503, 504})
 _LISTED = {"invalid_job": "job", "invalid_file": "file"}
-"""Problem code of a reply that lists all flaws of an uploaded object -> word for this object in the error message."""
+"""Word for an uploaded object in error messages (job, file), by the code of the problem that lists its flaws."""
 
 
 def base_url(url: str | None) -> str:
@@ -50,7 +50,7 @@ def base_url(url: str | None) -> str:
 
 
 def authorities(url: str) -> ssl.SSLContext | bool:
-    """Return the argument ``verify`` of httpx: True for HTTPS, an empty TLS context for plain HTTP.
+    """Return the argument ``verify`` of httpx for ``url``: True if HTTPS, an empty TLS context if plain HTTP.
 
     The empty context saves the 20 ms for loading the usual authorities.
     """
@@ -120,7 +120,7 @@ def body_of(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> PenstockError:
-    """Return the error that the problem document of a reply describes; the body must have been read."""
+    """Return the error that the problem document of a reply describes. The caller has read the body of the reply."""
     status = response.status_code
     try:
         problem = response.json()

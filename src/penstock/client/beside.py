@@ -37,7 +37,7 @@ _LINES, _PARQUET = frozenset({".jsonl", ".ndjson"}), ".parquet"
 """Suffixes of files that are uploaded as data sets."""
 _MODEL = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model"})
 _NOTES = frozenset({".md", ""})
-"""Suffixes of the model files that are uploaded, and of those that are left out ('': files like ``.gitattributes``)."""
+"""Suffixes of files of a model: uploaded (``_MODEL``), and left out (``_NOTES``; '': files like ``.gitattributes``)."""
 _PATHS = frozenset({"path", "tokenizer", "exclude_path", "teacher", "demonstrations"})
 """Keys of job files that hold a path."""
 
@@ -116,8 +116,10 @@ def _is_small_file_of_rows(file: Path) -> bool:
 
 
 def read_rows(file: Path) -> bytes | None:
-    """Read a data set as JSON lines. Return None for Parquet that cannot be converted here without a change: pyarrow is
-    missing, JSON cannot express a value (bytes, times, decimals, NaN), or the lines exceed MAX_UPLOAD_BYTES.
+    """Read a data set as JSON lines; return None if it is a Parquet file that cannot be converted to JSON lines.
+
+    Reasons: pyarrow is missing, JSON cannot express a value (bytes, times, decimals, NaN), or the lines exceed
+    MAX_UPLOAD_BYTES.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -141,8 +143,11 @@ def read_rows(file: Path) -> bytes | None:
 
 
 def files_of_model(folder: Path) -> list[Path]:
-    """Return the files of a small Hugging Face model, sorted by name; [] if ``folder`` holds no model, exceeds
-    MAX_UPLOAD_BYTES or MAX_MODEL_FILES, or also holds other files: code, pickled weights, folders."""
+    """Return the files of the Hugging Face model in ``folder``, sorted by name; [] if they cannot be uploaded.
+
+    They cannot if ``folder`` holds no model, exceeds MAX_UPLOAD_BYTES or MAX_MODEL_FILES, or holds other files: code,
+    pickled weights, folders.
+    """
     if not (folder / "config.json").is_file():
         return []
     inside = sorted(folder.iterdir())

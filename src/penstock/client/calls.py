@@ -82,7 +82,7 @@ def nothing(_: Any) -> None:
 
 
 def text_of(job: JobFile) -> JobText:
-    """Return a job as it is sent, with the uploads that it needs. Raises ConfigError."""
+    """Return the job file to send for a job, with the uploads that it needs. Raises ConfigError."""
     if isinstance(job, Path | str):
         return read_job(Path(job))
     if isinstance(job, JobText):
@@ -179,12 +179,12 @@ def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:
 
 
 def view(job: str, name: str, **params: Any) -> Call[Row]:
-    """Return the request for data of a job whose reply is one object; ``name``: `metrics`, `audit`, `logs`, ..."""
+    """Return the GET request for ``name`` of a job (`metrics`, `audit`, `logs`, ...), whose reply is one object."""
     return Call("GET", f"/v1/jobs/{job}/{name}", dict, params, timeout_s=120 if name == "audit" else None)
 
 
 def rows(job: str, name: str, **params: Any) -> Call[Rows]:
-    """Return the request for data of a job whose reply is a list; ``name``: `workers`, `checkpoints`, `why`, ..."""
+    """Return the GET request for ``name`` of a job (`workers`, `checkpoints`, `why`, ...), whose reply is a list."""
     return Call("GET", f"/v1/jobs/{job}/{name}", lambda data: list(data["data"]), params)
 
 
@@ -202,7 +202,7 @@ def samples(
 
 
 def sample(job: str, id: str) -> Call[TokenSample]:
-    """Show a completion token by token, by its id in ``samples``. Raises NotFound: it is not stored (any more)."""
+    """Show a completion token by token; ``id`` is its id in ``samples``. Raises NotFound if it is no longer stored."""
     full = id if id.startswith(f"{job}-") else f"{job}-{id}"
     return Call("GET", f"/v1/samples/{quote(full, safe='')}", one(TokenSample))
 

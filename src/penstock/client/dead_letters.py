@@ -24,7 +24,7 @@ def _show(job: str, id: int) -> Call[Letter]:
 
 
 def _replay(job: str, id: int) -> Steps[LetterReplay]:
-    """Retry a dead letter: return the new ``draw`` of its prompt, or the number of messages ``stored`` again.
+    """Retry a dead letter; return the new ``draw`` of its prompt, or the number of its messages ``stored`` once more.
 
     Raises NotFound, Conflict: the job does not draw prompts now, or still cannot decode the message.
     """

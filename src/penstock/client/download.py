@@ -104,7 +104,7 @@ class Download:
 
 
 def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] | None) -> list[Download]:
-    """Return the unfinished downloads of a checkpoint, or of some of its files.
+    """Return a download for each file of a checkpoint (only for ``names``, if given) that ``directory`` lacks.
 
     Raises:
         Conflict: the server does not have the files.

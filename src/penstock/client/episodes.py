@@ -74,7 +74,7 @@ def _key(
 
 
 def _interactions(id: str, *, limit: int = 100) -> Steps[list[Interaction]]:
-    """List up to ``limit`` interactions of any episode, also of one that ``open`` did not create, in recording order.
+    """List up to ``limit`` interactions of an episode, in recording order. The episode need not be created by ``open``.
 
     Needs the scope ``jobs:read``. Raises NotFound: not the id of an episode.
     """
@@ -86,7 +86,7 @@ def _path(id: str) -> str:
 
 
 class Episodes:
-    """Episodes: ``open``, ``list``, ``show`` and ``end`` them, create a ``key`` for one, list its ``interactions``."""
+    """Episodes: ``open``, ``list``, ``show`` and ``end`` them; ``key`` and ``interactions`` of a single episode."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -100,7 +100,7 @@ class Episodes:
 
 
 class AsyncEpisodes:
-    """Episodes: ``open``, ``list``, ``show`` and ``end`` them, create a ``key`` for one, list its ``interactions``."""
+    """Episodes: ``open``, ``list``, ``show`` and ``end`` them; ``key`` and ``interactions`` of a single episode."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

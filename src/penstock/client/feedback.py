@@ -152,7 +152,7 @@ def post_interaction(
     user: str | None = None,
     observed_at: datetime | None = None,
 ) -> Call[Accepted]:
-    """Post a whole interaction of an agent that another system serves: its ``completion``, or its token ids.
+    """Post a whole interaction of an agent that another system serves, with the answer as ``completion`` or token ids.
 
     Args:
         model: name or id of the online job.

@@ -30,7 +30,7 @@ _GRADE_S = 70.0
 
 
 def _upload(path: Path, *, same: bool = False) -> Call[File]:
-    """Upload a file of JSON lines; jobs refer to its ``id``. Raises ConfigError with line numbers.
+    """Upload a file of JSON lines; jobs refer to its ``id``. Raises ConfigError that names the invalid lines.
 
     Args:
         same: True: return the existing file if this key uploaded the same name and content before.
@@ -113,7 +113,7 @@ def _show(id: str) -> Call[File]:
 
 
 def _delete(id: str) -> Call[None]:
-    """Delete a file. Raises NotFound, Conflict: a job reads it."""
+    """Delete a file. Raises NotFound, or Conflict if a job reads the file."""
     return Call("DELETE", f"/v1/files/{id}", nothing)
 
 
@@ -124,7 +124,7 @@ def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None 
 
 
 def _validate(grader: Mapping[str, Any]) -> Call[CheckedGrader]:
-    """Check that a grader can be opened. Raises ConfigError."""
+    """Check that a reward worker can load a grader. Raises ConfigError if not."""
     return _grade("validate", one(CheckedGrader), {"grader": dict(grader)})
 
 

@@ -1,4 +1,4 @@
-"""Sequences of dependent calls, as steps for both clients."""
+"""Client methods that need several requests, as generators of calls that both clients perform."""
 
 from __future__ import annotations
 

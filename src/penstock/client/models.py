@@ -14,7 +14,7 @@ __all__ = ["AsyncModels", "Models"]
 
 
 def _list() -> Call[list[Model]]:
-    """List the training jobs and deployments by name, and the checkpoints that are deployed on their first request."""
+    """List training jobs and deployments by name, and checkpoints that the first request to them deploys."""
     return Call("GET", "/v1/models", many(Model))
 
 
@@ -24,7 +24,7 @@ def _show(model: str) -> Call[Model]:
 
 
 def _versions(model: str) -> Call[list[ModelVersion]]:
-    """List versions, newest first: the newest, the served one, and each that has a checkpoint. Raises NotFound."""
+    """List a model's versions, newest first: the newest, the served one, and all with a checkpoint. Raises NotFound."""
     return Call("GET", f"{_path(model)}/versions", many(ModelVersion))
 
 

@@ -64,7 +64,7 @@ class Patience:
         self._failures = 0
 
     def after(self, error: Unavailable) -> float:
-        """Return the seconds to pause before the next attempt; raise ``error`` when the time is used up."""
+        """Return the seconds to pause before the next attempt; raise ``error`` if the last reply is too long ago."""
         if time.monotonic() - self._since > self._seconds:
             raise error
         self._failures += 1

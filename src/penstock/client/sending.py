@@ -1,4 +1,4 @@
-"""Execution of calls by both clients: one description of a call, a blocking and an asyncio way to send it.
+"""Sends the calls of both clients, blocking or with asyncio; each call is described once, for both clients.
 
 ``sends`` or ``awaits`` turns a function that returns a ``Call`` into a method; ``runs`` or ``awaits_all`` does so for a
 generator that yields calls (and pauses) and returns the result. Errors of a call are raised at its ``yield``.
@@ -52,7 +52,7 @@ Steps = Generator[Call[Any] | Pause, Any, T]
 
 
 class _Walk(Generic[T]):
-    """Driver of a generator of steps: the caller performs ``step`` and sets ``reply`` or ``error``."""
+    """Advances a generator of steps. The caller performs ``step``, then sets ``reply`` or ``error``."""
 
     def __init__(self, steps: Steps[T]) -> None:
         self._steps = steps
@@ -143,7 +143,7 @@ def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P],
 
 
 def _like(describe: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator that gives a method the docstring and parameters of ``describe``, which ``help`` shows."""
+    """Return a decorator that gives a method the docstring and the signature of ``describe``, for ``help()``."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [own, *inspect.signature(describe).parameters.values()]
 

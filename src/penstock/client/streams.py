@@ -98,7 +98,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class Streams:
-    """Reader of streams over ``http`` that tolerates an unreachable server for ``patience_s`` if it can resume."""
+    """Reader of streams over ``http``. Resumable streams tolerate an unreachable server for ``patience_s``."""
 
     def __init__(self, http: httpx.Client, url: str, timeout_s: float, patience_s: float) -> None:
         self._http, self._url = http, url

@@ -118,7 +118,7 @@ class Client:
         kind: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Records:
-        """List up to ``limit`` jobs, newest first unless ``order`` is ``asc``; ``metadata``: only with these labels."""
+        """List up to ``limit`` jobs, newest first unless ``order`` is ``asc``; ``metadata``: required labels."""
         wanted = {"order": order, "phase": phase, "name": name, "kind": kind, "metadata": metadata}
         return complete(flows.pages(limit, after, **wanted), self._send)
 
@@ -132,7 +132,7 @@ class Client:
         return complete(flows.wait(job, goal, timeout_s, self._patience_s), self._send)
 
     def cancel(self, job: str, *, force: bool = False, checkpoint: bool = True) -> JobRecord:
-        """Request that a job ends; ``force`` skips drain and last checkpoint, ``checkpoint=False`` only the checkpoint.
+        """Request that a job ends; ``force`` skips its drain and checkpoint, ``checkpoint=False`` only the checkpoint.
 
         Raises:
             Conflict: the job has ended.
@@ -186,7 +186,7 @@ class Client:
     # -- views -------------------------------------------------------------------------------------------------------
 
     def events(self, job: str, *, after: int = 0, follow: bool = True) -> Iterator[Row]:
-        """Yield events past ``after``, each once, oldest first; ``follow`` continues to the job's end, reconnecting."""
+        """Yield each event after number ``after`` once, oldest first; with ``follow`` also new events until the end."""
         if follow:
             yield from self._streams.follow(f"/v1/jobs/{job}/events", after)
             return
@@ -242,7 +242,7 @@ class Client:
         return self._send(calls.view(job, "audit"))
 
     def logs(self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None) -> Row:
-        """Return ``lines`` of the services' logs, and ``next``, the value of ``after`` for the lines that follow."""
+        """Return ``lines`` of the services' logs, and ``next``, which a later call passes as ``after`` to continue."""
         return self._send(calls.view(job, "logs", service=service, tail=tail, after=after))
 
     def follow_logs(
@@ -281,7 +281,7 @@ class Client:
         return self._send(calls.view(job, f"checkpoints/{number}"))
 
     def delete_checkpoint(self, job: str, number: int) -> None:
-        """Delete the files of a checkpoint. Raises NotFound; Conflict: the run needs it, or its files are elsewhere."""
+        """Delete a checkpoint's files. Raises NotFound, or Conflict if the job needs them or another host has them."""
         self._send(Call("DELETE", f"/v1/jobs/{job}/checkpoints/{number}", calls.nothing))
 
     def download_checkpoint(
@@ -310,7 +310,7 @@ class Client:
         self._streams.fetch([archive(job, number, path)])
 
     def download_video(self, job: str, name: str, path: Path) -> None:
-        """Download a video of a held-out episode, by its name in ``videos``, to ``path``.
+        """Download a video of a held-out episode to ``path``; ``videos`` lists the names of videos.
 
         Raises:
             NotFound: no such video, or it was dropped.

@@ -1,4 +1,4 @@
-"""Webhooks, addresses that receive events, for both clients: ``client.webhooks``."""
+"""Webhooks (addresses that receive events) for both clients: ``client.webhooks``."""
 
 from __future__ import annotations
 

@@ -53,16 +53,16 @@ FOLDERS = ("checkpoints", "code", "files", "ledgers", "tracking")
 RESTORED = "restored"
 """Folder in a restored data directory, for data of jobs that was outside of the old data directory."""
 DERIVED = frozenset({subjects.TICKETS, subjects.RAW, subjects.PARTIAL})
-"""Streams with work in progress, which the backup leaves out: a leader requests everything again that is in flight in
-its ledger."""
+"""Streams with work in progress. The backup leaves them out, because a leader requests all work again that is in flight
+according to its ledger."""
 KV = "KV_"
 LATE = frozenset({f"{KV}{subjects.LEASES}"})
-"""Buckets that are read after the marks, so that no epoch in the ledger is above the epoch of the lease."""
+"""Buckets (of leases) that are saved late, because the epoch of a lease must be at least the newest epoch in LEDGER."""
 KEPT_WHOLE = frozenset({subjects.AUDIT})
-"""Streams that a restore does not cut at their mark, because nothing is ever deleted from them."""
+"""Streams of which a restore keeps even messages that arrived during the backup: nothing is ever deleted from them."""
 FIRST = {subjects.EXPERIENCE: 0, subjects.INTERACTIONS: 1}
-"""Streams whose marks are taken right after the mark of LEDGER, in this order, so that a restore leaves out data of
-policies that are unknown to LEDGER."""
+"""Streams whose last sequence numbers are recorded right after that of LEDGER, in this order. A restore omits later
+messages, and so all data of policies that are unknown to LEDGER."""
 HOLD_S, HOLD_EVERY_S = 60.0, 10.0
 TRIES = 3
 BLOCK = 1 << 20
@@ -79,7 +79,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class StoredStream(msgspec.Struct, frozen=True):
-    """A stream: its state at the server, its data, and ``mark``, the sequence number of the last message to restore."""
+    """A stream in a backup: configuration and state, data, and ``mark``, the last sequence number to restore."""
 
     image: StreamImage
     mark: int
@@ -223,7 +223,7 @@ async def _take(bus: Bus, data_dir: Path, target: Path, report: Report) -> Backu
 
 
 async def _lost(bus: Bus, links: _Links, mark: int) -> str:
-    """Return a message if a needed checkpoint or a part of a ledger was deleted before it was linked, otherwise ''.
+    """Return a message if a checkpoint or a part of a ledger was deleted before the backup linked it, otherwise ''.
 
     Most of a long ledger is in the archive. This function reads the linked archive, which the backup will contain.
     """
@@ -238,7 +238,7 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Return the path of the newest checkpoint in a job's ledger up to ``mark`` that no rollback discarded, or ''.
+    """Return the path of a job's newest checkpoint that was not rolled back, at ledger position ``mark``; '' if none.
 
     Raises:
         ArchiveError: a part of the ledger is missing.
@@ -287,7 +287,7 @@ class _Links:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def update(self) -> None:
-        """Link files that are new. COMMIT markers come last, so that no partial checkpoint looks complete."""
+        """Link new files. Files named COMMIT are linked last, so that no partly linked checkpoint looks complete."""
         for folder in FOLDERS:
             found = (path for path in (self._data_dir / folder).rglob("*") if path.is_file() and _is_done(path))
             for path in sorted(found, key=lambda path: (path.name == "COMMIT", str(path))):
@@ -432,7 +432,7 @@ def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> Non
 async def restore_streams(
     bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, report: Report = lambda _: None
 ) -> list[str]:
-    """Restore the streams of a backup to a bus that has none of them, and delete the messages after the marks.
+    """Restore the streams of a backup to a bus that has none of them, each up to the sequence number in its ``mark``.
 
     Then check that every training job can continue. Returns messages for the user, for example about missing paths.
 
@@ -506,7 +506,7 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 async def _check(bus: Bus, job: str, data_dir: Path, *, finished: bool) -> None:
-    """Check that a job can continue: its ledger is readable, and its checkpoint and the groups after it exist.
+    """Check that a job can continue: its ledger is readable, and its checkpoint and all later groups of rollouts exist.
 
     Raises DataError if they do not.
     """

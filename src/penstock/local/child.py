@@ -26,7 +26,7 @@ __all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "Ser
 
 POLL_S = 0.1
 STOP_S = 10.0
-"""Time for a server to end when its start is cancelled (seconds)."""
+"""Deadline for the end of a server whose start was cancelled (seconds); then it is killed."""
 LOG_BYTES = 64 << 20
 """Size above which a log file is renamed to ``.1`` when its process starts again."""
 LAST_BYTES = 64 << 10
@@ -319,7 +319,7 @@ class KeptAlive:
                 self._report(f"{self.child.name} runs again, but that is not written down: {error}")
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop the process; this needs no thread of ``starter``."""
+        """Stop the process, in any thread; only its start needs the thread of ``starter``."""
         await asyncio.to_thread(partial(self.child.stop, deadline_s=deadline_s))
 
     async def _end_of_child(self) -> None:

@@ -20,7 +20,7 @@ __all__ = ["DiskGuard", "has_room"]
 
 POLL_S = 2.0
 FAILED_WRITE = "write error"
-"""Part of the server's error for a stream that accepts no message any more."""
+"""Text in the server's error for a stream that accepts no more messages after a failed write."""
 PATIENCE = 15
 """Number of consecutive checks that must report an error other than FAILED_WRITE (such as JetStream being off) before
 the server is restarted. A server that is still opening its store is left alone."""
@@ -30,7 +30,7 @@ ROOM_BYTES = 8 << 20
 
 
 class DiskGuard:
-    """Watches one server that another task keeps alive; ``report`` receives messages about its actions."""
+    """Watches one NATS server that another task restarts; ``report`` receives messages about what it does."""
 
     def __init__(self, nats: NatsServer, report: Callable[[str], None]) -> None:
         self._nats, self._report = nats, report
@@ -57,7 +57,7 @@ class DiskGuard:
                 return flaw
 
     def _end(self) -> None:
-        """Kill the server, so that no part of a failed write that is in its memory reaches the disk."""
+        """Kill the server. A clean stop could write the remains of a failed write from its memory to the disk."""
         if self._nats.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._nats.pid, signal.SIGKILL)

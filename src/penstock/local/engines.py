@@ -1,4 +1,4 @@
-"""Installs and checks separate interpreters for rollout engines whose libraries do not fit into this one.
+"""Installs and checks separate interpreters for rollout engines whose libraries conflict with Penstock's.
 
 One file for each environment, in LOCKS, pins all packages of an engine, dependencies included. So pip resolves nothing:
 a resolver would add unwanted packages (CUDA builds of torchvision on a machine without a GPU).
@@ -27,7 +27,7 @@ LOCKS = Path(rollout.__file__).parent / "engines" / "requirements"
 IMPORT_LIMIT_S = 180.0
 INSTALL_LIMIT_S = 3600.0
 _LARGE = 2
-"""Number of large packages at the start of a package file. Each is a separate step, so a retry repeats only one."""
+"""Number of large packages, which a package file lists first. Each is installed in its own step, for cheap retries."""
 
 Report = Callable[[str], None]
 
@@ -71,7 +71,7 @@ def engine_python(name: str, engines_dir: Path) -> Path:
 
 
 def engine_problem(name: str, engines_dir: Path) -> str:
-    """Return why an environment does not work here, or ''. Imports its engine, which takes some seconds."""
+    """Return the reason why an environment does not work, or ''. Importing the engine for this takes some seconds."""
     try:
         python = engine_python(name, engines_dir)
         _check(python, name)

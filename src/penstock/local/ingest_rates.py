@@ -35,7 +35,7 @@ SINGLE, BATCH = "/v1/feedback", "/v1/feedback/batch"
 READY_S = 60.0
 LONGEST_S = 600.0
 BETWEEN_KILLS = 500
-"""Acknowledged items between two kills; with batches, KILL_BATCHES times as many."""
+"""Acknowledged items between two kills, if items are posted singly; KILL_BATCHES times as many with batches."""
 KILL_BATCHES = 20
 ID_BYTES = 37
 JOB = {
@@ -55,7 +55,7 @@ class Front:
     """A coordinator that accepts feedback for one online job, on a nats-server that syncs every message to disk."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
-        """Prepare the servers; ``variables``: further settings, without the prefix ``PENSTOCK_``."""
+        """Prepare the servers. ``variables``: more settings of the coordinator, without the prefix ``PENSTOCK_``."""
         self.directory, self._variables = directory, variables
         self.nats = NatsServer(directory / "nats")
         self.port = 0
@@ -119,7 +119,7 @@ class Front:
         return {"inference_id": new_marked_id(self.job), "metric_name": "accepted", "value": True}
 
     def plan(self, *, batch: int, connections: int, seconds: float, acked: str = "") -> Plan:
-        """Return a load with ``batch`` items in each request; 0: single items.
+        """Return a plan of requests with ``batch`` items each; 0: one item each, not posted as a batch.
 
         ``acked``: file to which the ids of acknowledged items are written; '': none.
         """
@@ -131,12 +131,12 @@ class Front:
 
 
 def load_name() -> str:
-    """Return the name of the load generator: wrk if it is installed."""
+    """Return the name of the load generator: wrk if it is installed, otherwise Penstock's own."""
     return "wrk" if shutil.which("wrk") else "Python sockets in a process of their own (wrk is not installed)"
 
 
 def measure(plan: Plan) -> Result:
-    """Send requests as ``plan`` says until its time is over; return the result. Raises ConfigError if this fails."""
+    """Run the load of ``plan`` for the duration in it, and return the result. Raises ConfigError if the load fails."""
     if shutil.which("wrk") and not plan.acked:
         return _wrk(plan)
     with begun(plan) as process:
@@ -169,7 +169,7 @@ def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
 
 
 class Losses(msgspec.Struct, kw_only=True):
-    """Result of a kill test: numbers of items. ``lost``: acknowledged, but not stored; ``repeated``: surplus copies."""
+    """Counts of items in a kill test. ``lost``: acknowledged, but not stored; ``repeated``: surplus stored copies."""
 
     acked: int
     stored: int

@@ -26,9 +26,9 @@ _PREFIXES = (
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "TRITON_", "MALLOC_",
     "FAKETIME_", "ROCR_", "HIP_", "MUJOCO_", "SDL_", "MESA_", "LIBGL_", "EGL_", "GALLIUM_",
 )  # fmt: skip
-"""Variables of the interpreter, its libraries and the hardware. Tokens and keys of the user's shell are left out."""
+"""Prefixes of environment variables of the interpreter, its libraries and the hardware, which all services may see."""
 _HUB_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "VLLM_", "SGLANG_", "TOKENIZERS_")
-"""Locations of models and data sets. Tokens for gated ones are only passed to services that load models."""
+"""Prefixes of variables about models and data sets. Names that end in TOKEN reach only services that load models."""
 _HUB = frozenset({"rollout", "trainer", "reward"})
 _TRACKERS = ("WANDB_", "MLFLOW_", "SWANLAB_")
 _COORDINATOR_ONLY = frozenset(
@@ -42,7 +42,7 @@ _SETTINGS = frozenset(f"PENSTOCK_{name.upper()}" for name in ServiceSettings.mod
 
 
 def service_environment(service: str, inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a service's process: the permitted ones of ``inherited``, and its ``own``.
+    """Return the environment variables of a service's process: permitted ones of ``inherited``, and those in ``own``.
 
     A worker may run user code, so it never gets an API key, nor other secrets from the shell that started it.
     ``PENSTOCK_WORKER_ENV`` names further variables for workers, ``PENSTOCK_SCORER_ENV`` for reward.

@@ -119,7 +119,7 @@ class _Load:
         self._acked = acked
 
     def stop(self) -> None:
-        """End now, as if the time were over."""
+        """End the load now, before its time is over."""
         self._end = 0.0
 
     @property
@@ -151,7 +151,7 @@ class _Load:
 
 @contextmanager
 def _acked(plan: Plan) -> Iterator[BinaryIO | None]:
-    """Open the file for acknowledged ids (None: no file), unbuffered, so that its content survives a kill."""
+    """Open the file for acknowledged ids, unbuffered, so that ids survive a kill; yield None if ``plan`` names none."""
     if not plan.acked:
         yield None
         return

@@ -31,7 +31,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def _bound(host: str) -> socket.socket:
-    """Return a socket on a free port; the kernel chooses the port if none is found below its range."""
+    """Return a socket bound to a free port below the ephemeral ports; if none is found, to an ephemeral port."""
     try:
         stop = int(EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -28,12 +28,12 @@ __all__ = ["EXPERT_OPTIONS", "Expert", "policy_of_checkpoint", "record", "script
 
 EXPERT_ACTION = "expert_action"
 EXPERT_OPTIONS: dict[str, dict[str, Any]] = {"metaworld": {"expert": True}}
-"""Backend -> options with which its simulator offers the actions of its expert as an observation."""
+"""By backend: options with which its simulator offers its scripted expert's actions as an observation."""
 MOST_ENVS = 16
 """Maximum number of parallel environments."""
 
 Expert = Callable[[Named], NDArray[Any]]
-"""``observations [n, ...] by name -> actions [n, C, ...]`` as the simulator takes them. Must be deterministic."""
+"""Deterministic policy: converts observations of n environments, [n, ...] by name, to C actions each, [n, C, ...]."""
 
 
 def scripted_expert(spec: EnvSpec) -> Expert:
@@ -159,7 +159,7 @@ class _Player:
         self._bounds = _bounds(simulator.spec) if noise or drawn else None
 
     def play(self, reset_ids: Sequence[int]) -> list[_Recorded]:
-        """Play one episode from each of at most B reset ids, and return the episodes in the order of the ids."""
+        """Play one episode from each reset id, all in parallel, and return the episodes in the order of the ids."""
         env_ids = np.arange(len(reset_ids), dtype=np.int32)
         begun = self._simulator.reset(env_ids, np.asarray(reset_ids, np.int64))
         _check_lost(begun.lost, reset_ids)
@@ -215,7 +215,7 @@ class _Player:
 
 
 def _bounds(spec: EnvSpec) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the lower and upper bounds of actions, [...] each. Raises ConfigError if they are not finite."""
+    """Return the lower and the upper bounds of an action, in its shape. Raises ConfigError if they are not finite."""
     low, high = np.array([spec.action_low, spec.action_high])
     if spec.num_actions is not None or not np.isfinite(high - low).all():
         raise ConfigError(f"noise: actions of '{spec.env_id}' ({spec.backend}) have no finite bounds")

@@ -23,14 +23,14 @@ from penstock.shared.transport.streams import max_bytes
 __all__ = ["LARGEST", "SMALLEST", "Room", "StreamSizes", "plan_room"]
 
 SHARE = 0.75
-"""Share of the free space for streams without a configured size; the rest is for checkpoints, logs and file gaps."""
+"""Share of the free space for streams without a configured size; checkpoints and logs need the rest."""
 SETTINGS = ("experience_bytes", "stream_bytes", "ledger_bytes")
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Maximum sizes in bytes: of EXPERIENCE, of each other stream, and of LEDGER (None: as of other streams).
+    """Maximum sizes of streams in bytes: EXPERIENCE, LEDGER (None: ``stream_bytes``), and each other stream.
 
     Some streams and buckets are smaller than ``stream_bytes``: ``by_stream`` has all sizes.
     """
@@ -62,14 +62,14 @@ class StreamSizes:
 LARGEST = StreamSizes(
     ServiceSettings.model_fields["experience_bytes"].default, ServiceSettings.model_fields["stream_bytes"].default
 )
-"""Sizes without configuration, if there is room."""
+"""Default sizes of streams; smaller ones are planned if the disk lacks room."""
 SMALLEST = StreamSizes(256 * MIB, 64 * MIB)
-"""Smallest sizes: EXPERIENCE holds one job with the default ``limits.byte_budget``."""
+"""Smallest sizes that are planned: EXPERIENCE holds one job with the default ``limits.byte_budget``."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes and location of streams; ``max_file_store`` is the server's limit, and includes existing streams."""
+    """Sizes and folder of streams. ``max_file_store``: limit of all streams together, also those that exist already."""
 
     sizes: StreamSizes
     max_file_store: int
@@ -94,7 +94,7 @@ class Room:
 
 
 def plan_room(store: Path, environment: Mapping[str, str], *, largest: StreamSizes = LARGEST) -> Room:
-    """Return sizes for the streams of a NATS server that keeps its data in ``store``, which need not exist.
+    """Return sizes for the streams of a NATS server with its data in ``store``, a folder that need not exist yet.
 
     A size set in ``environment``, or in the environment of this process, is used as it is. Otherwise existing streams
     keep their sizes, and new ones get ``largest``, halved until all fit, but at least SMALLEST.

@@ -1,4 +1,4 @@
-"""The composition root of one machine: starts everything in order, keeps it alive, stops it in reverse.
+"""Starts all processes of a deployment on one machine in order, restarts those that end, and stops all in reverse.
 
 ::
 
@@ -69,7 +69,7 @@ class StackOptions:
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables for the services."""
     largest: StreamSizes = LARGEST
-    """Sizes of new streams that no variable sets; smaller if the disk lacks room."""
+    """Sizes of new streams that no environment variable sets; smaller ones are used if the disk lacks room."""
     drain_s: float = 20.0
     launch: Launch = interpreter
     """Function that starts the processes of the services."""
@@ -203,7 +203,7 @@ class Stack:
         return ScaleReply(replicas=len(names), ready=sum(ready), leaving=leaving)
 
     async def close(self) -> None:
-        """Stop everything in the order of STOPPING; each stage gets ``drain_s``.
+        """Stop everything in the order of STOPPING; each stage has ``drain_s`` seconds to drain.
 
         Raises:
             OSError: a process could not be stopped; all others were.
@@ -231,7 +231,7 @@ class Stack:
                 raise error
 
     def _clear_shared_memory(self) -> None:
-        """Remove unused weight slots, also of jobs that continue at the next start, and bulk data of dead processes."""
+        """Remove weight slots that no process uses, of all jobs, and bulk data of ended processes."""
         directory = load_settings(self.options.environment).shm_dir
         with contextlib.suppress(OSError):
             for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # every job has one
@@ -241,7 +241,7 @@ class Stack:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _find_key(self) -> None:
-        """Set the API key: the first configured one, or else one in a file that this user's clients can find."""
+        """Set ``api_key`` to the first configured key, or else to a key in a file that this user's clients find."""
         settings = load_settings(self.options.environment)
         keys = [key for key in settings.api_keys.split(",") if key.strip()]
         if keys or settings.open_loopback:
@@ -257,7 +257,7 @@ class Stack:
             self._report(f"clients will not find the key by themselves ({error}): PENSTOCK_API_KEY=$(cat {file})")
 
     def _url_of(self, role: str) -> str:
-        """Return the bus URL of a role; on an external bus all roles share one."""
+        """Return the bus URL of a role; with an external bus, all roles have the same URL."""
         return self._nats.url_of(role) if self._nats is not None else str(self._nats_url)
 
     async def _start_servers(self) -> None:
@@ -319,7 +319,7 @@ class Stack:
         return kept
 
     def _keep(self, kept: KeptAlive) -> None:
-        """Restart a child whenever it ends; ``broken`` raises an error that a restart cannot fix."""
+        """Restart a child whenever it ends, until an error that a restart cannot fix; ``broken`` raises this error."""
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -332,7 +332,7 @@ class Stack:
     # -- scaling -----------------------------------------------------------------------------------------------------
 
     def _workers(self, service: str) -> list[KeptAlive]:
-        """Return the workers that are not leaving, in the order of their start."""
+        """Return the workers of a service that are not being drained, in the order of their start."""
         return [kept for kept in self._children if _service_of(kept) == service and kept not in self._leaving]
 
     async def _add(self, service: str) -> None:

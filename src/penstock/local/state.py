@@ -33,7 +33,7 @@ class UpState(msgspec.Struct, frozen=True, kw_only=True):
     processes: dict[str, int]
     """Process id by name."""
     nats_urls: dict[str, str] = {}
-    """Service -> bus URL for a further worker of that service."""
+    """By service: bus URL for a further worker of this service."""
 
 
 class Claim:

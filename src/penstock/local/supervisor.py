@@ -34,7 +34,7 @@ class Supervisor:
     def __init__(self, nats_url: str, processes: Scalable) -> None:
         self._nats_url, self._processes = nats_url, processes
         self._newest: dict[str, str] = {}
-        """Pool -> id of the operation of the newest request that was accepted."""
+        """By pool of workers: id of the operation of the newest accepted request."""
 
     async def run(self) -> None:
         """Serve until cancelled."""

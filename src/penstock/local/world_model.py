@@ -58,7 +58,7 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """A fitted model: float32 tensors by name, and facts for the env service and for users.
+    """A fitted model: float32 tensors by name, and its description (``facts``) for the env service and for users.
 
     ``facts["error"]`` is the one-step error of the members' mean prediction on held-out episodes. ``state`` and
     ``reward``: root mean square error divided by the standard deviation of the target. ``ends``: fraction of steps
@@ -145,7 +145,7 @@ def write_world_model(folder: Path, fitted: Fitted) -> None:
 
 
 def _check(shown: Demonstrations) -> ActionSpace:
-    """Return the action space. Raises DataError if dynamics cannot be learned from these episodes."""
+    """Return the action space of recorded episodes. Raises DataError if a world model cannot be learned from them."""
     images = [name for name, one in shown.observations.items() if one.ndim > 2]
     if images:
         raise DataError(f"observation '{images[0]}' is no vector: world models are of vectors; record without images")
@@ -165,7 +165,7 @@ def _check(shown: Demonstrations) -> ActionSpace:
 
 
 def _flat(observations: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """Concatenate all observations to [N, D]."""
+    """Concatenate all observations of each row to one vector; return [rows, size of the vector]."""
     return np.concatenate([one.reshape(len(one), -1) for one in observations.values()], axis=1).astype(np.float32)
 
 
@@ -238,7 +238,7 @@ def _one_thread() -> Iterator[None]:
 def _train(
     data: _Transitions, fitting: Fitting, *, ends: bool, on_epoch: Callable[[int, float], None]
 ) -> dict[str, NDArray[np.float32]]:
-    """Train all members in parallel; return ``layers.I.weight`` [K, in, out] and ``layers.I.bias`` [K, out]."""
+    """Train all K members in parallel; return, for each layer I, weight [K, in, out] and bias [K, out], by name."""
     import torch
     from torch.nn import functional
 
@@ -282,7 +282,7 @@ def _train(
 
 
 def _forward(layers: list[Any], x_KBF: Any) -> Any:
-    """Return the predictions [K, B, O] of all members; inputs [1, B, F] go to every member."""
+    """Return the predictions [K, B, outputs] of K members for inputs [K, B, features], or [1, B, features] for all."""
     from torch.nn import functional
 
     for i in range(0, len(layers), 2):
@@ -293,7 +293,7 @@ def _forward(layers: list[Any], x_KBF: Any) -> Any:
 
 
 def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions) -> dict[str, float]:
-    """Return the errors of the members' mean prediction on ``data`` (held out, scaled); ``Fitted`` defines them."""
+    """Return the errors (as ``Fitted`` defines them) of the members' mean prediction on scaled held-out ``data``."""
     import torch
 
     with torch.no_grad():

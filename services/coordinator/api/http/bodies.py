@@ -47,7 +47,8 @@ def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
 
 
 async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
-    """Return the JSON body as an object, {} if it is empty; ``patch_too`` also accepts the type of merge patches."""
+    """Return the JSON body as an object, {} if it is empty. With ``patch_too``, the media type of JSON merge patches is
+    accepted, too."""
     return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
 
 

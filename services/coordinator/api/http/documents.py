@@ -82,7 +82,8 @@ def count_values(body: bytes) -> int:
 
 
 def items_of(body: bytes, most: int) -> list[bytes]:
-    """Split a JSON array into the texts of its items. Of an invalid array at least one text is not valid JSON.
+    """Split a JSON array into the texts of its items. If the array is not valid JSON, at least one of these texts is
+    not, either.
 
     Raises:
         HttpProblem: 400 not JSON, 413 more than ``most`` items, 422 not an array.
@@ -119,7 +120,8 @@ def _without_escapes(text: bytes) -> bytes:
 
 
 def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
-    """Return the mask of bytes outside strings, the bytes, and ``is_inside`` for the next piece (1: in a string)."""
+    """Return three values: a mask of the bytes of ``piece`` outside of strings, all bytes of ``piece`` as an array, and
+    ``is_inside`` for the next piece (1 if that piece begins inside a string)."""
     codes = np.frombuffer(piece, np.uint8)
     inside = (np.cumsum(codes == _QUOTE, dtype=np.uint8) + is_inside) & 1
     return inside == 0, codes, int(inside[-1]) if len(piece) else is_inside
@@ -140,7 +142,8 @@ def step(part: str) -> str:
 
 
 def _check_depth(body: bytes) -> None:
-    """Refuse deep or long YAML while it is only scanned: libyaml's composer recurses on the C stack and could crash."""
+    """Refuse deep or long YAML by scanning it, before libyaml's composer reads it: the composer recurses on the C stack
+    and could crash."""
     depth = 0
     try:
         for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):

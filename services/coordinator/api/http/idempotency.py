@@ -30,7 +30,8 @@ KEEP_S = 24 * 3600
 CLAIM_S = 60
 """Seconds after which a claim without a reply expires, since the process that claimed the key may have died."""
 MAX_ENTRIES, MAX_BYTES = 4096, 64 << 20
-"""Maximum number and bytes of entries in this process. Beyond, the API key that uses most loses its oldest entry."""
+"""Maximum number and total bytes of the entries in this process. Above either limit, the API key that uses most of them
+loses its oldest entry."""
 MAX_REPLY_BYTES = 256 << 10
 """Replies longer than this (bytes) are not stored; a retry then runs the request again."""
 LARGE_PATHS = frozenset({"/v1/files"})
@@ -47,12 +48,14 @@ class StoredReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyStore:
-    """Claims and replies by key, in memory and in Redis; without Redis, those of this process remain valid."""
+    """Claims and replies by idempotency key, in the memory of this process and in Redis. Without Redis, only those in
+    memory are found."""
 
     def __init__(self, volatile: Volatile) -> None:
         self._volatile = volatile
         self._entries: dict[str, OrderedDict[str, tuple[float, StoredReply]]] = {}
-        """Entries by owner (id of an API key). If there are too many, the owner that uses most loses its oldest one."""
+        """Entries by owner (id of an API key). If there are too many entries, the owner that uses most of the limits
+        loses its oldest entry."""
         self._nbytes: Counter[str] = Counter()
         self._count = 0
 

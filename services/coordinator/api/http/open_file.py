@@ -30,7 +30,8 @@ async def open_file(path: Path) -> tuple[BinaryIO, int]:
 
 
 def byte_range(wanted: str, size: int) -> tuple[int, int] | None:
-    """Return the range [start, stop) of a ``Range`` header; None for the whole file, also if it names several ranges.
+    """Return the range [start, stop) of the ``Range`` header ``wanted``; None, which means the whole file, unless the
+    header names exactly one valid range.
 
     Raises:
         HttpProblem: 416 the range starts past the end.

@@ -23,7 +23,8 @@ __all__ = ["Allowance", "RateLimiter", "parse_rate", "subscriber"]
 NUM_STORES = 256
 """Number of in-memory stores. A store scans all its counters at every hit, so the counters are spread over many."""
 PREFIX_V6 = 64
-"""Prefix length by which IPv6 clients are counted: a subscriber chooses addresses within a /64 (RFC 6177)."""
+"""Length in bits of the network prefix by which IPv6 clients are counted, because a subscriber can use every address
+within a /64 (RFC 6177)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Allowance:
 
 
 class RateLimiter:
-    """Sliding-window counters of requests (by caller, end user, address), of live requests by caller, and of tokens.
+    """Sliding-window counters: of requests by caller, end user and address, of live requests (completions and feedback)
+    by caller, and of generated tokens by caller.
 
     Raises:
         ConfigError: a limit does not look like ``600/minute``.
@@ -96,7 +98,7 @@ class RateLimiter:
         return await self._count("requests", item, (caller,))
 
     async def hit_address(self, host: str) -> Allowance | None:
-        """Count one request of the client at ``host``; None where addresses have no limit."""
+        """Count one request of the client at ``host``; return None if addresses have no limit."""
         if self._address is None:
             return None
         return await self._count("address", self._address, ("address", subscriber(host)))
@@ -108,7 +110,8 @@ class RateLimiter:
         return await self._count("user", self._user, ("user", caller, pseudonym), num_requests)
 
     async def check_tokens(self, owner: str) -> None:
-        """Count the first token of an answer. Raise HttpProblem (429) if the key ``owner`` has no tokens left."""
+        """Count the first token of a new answer against the token limit of the key ``owner``. Raise HttpProblem (429)
+        if the key has no tokens left."""
         found = await self.take_tokens(owner, 1)
         if found is not None and not found.allowed:
             wait_s = max(1, found.reset_s)
@@ -139,7 +142,8 @@ class RateLimiter:
 async def _take(
     counters: SlidingWindowCounterRateLimiter, item: RateLimitItem, who: tuple[str, ...], wanted: int
 ) -> tuple[int, int, float]:
-    """Count requests; return ``(number that may pass, number left after them, Unix time at which more may pass)``."""
+    """Count ``wanted`` requests of ``who``; return ``(number that may pass, number left after them, Unix time at which
+    more may pass)``."""
     granted = wanted if await counters.hit(item, *who, cost=wanted) else 0
     stats = await counters.get_window_stats(item, *who)
     if granted:

@@ -36,7 +36,8 @@ CONTENT: dict[str, Any] = {
         }
     }
 }
-"""Schema of event streams in the OpenAPI document. It describes one event: OpenAPI before 3.2 has none for streams."""
+"""Schema of event streams in the OpenAPI document. The schema describes a single event, because OpenAPI before 3.2
+cannot describe a stream."""
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 

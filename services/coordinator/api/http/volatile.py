@@ -41,7 +41,7 @@ class Volatile:
         return self.client is not None
 
     async def answers(self) -> bool:
-        """Ping Redis unless the circuit breaker is open; return True if Redis answered the latest call."""
+        """Return True if Redis answered the latest call. Ping Redis first, unless the circuit breaker is open."""
         with contextlib.suppress(Unavailable):
             await self.call(lambda client: client.ping())
         return not self._away

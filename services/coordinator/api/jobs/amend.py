@@ -198,7 +198,8 @@ def _immutable(keys: list[str]) -> HttpProblem:
 
 
 def _check_match(if_match: str, record: JobRecord) -> None:
-    """Raise HttpProblem 412 if ``If-Match`` fails. A tag stays valid until the job file changes."""
+    """Raise HttpProblem 412 unless ``If-Match`` has a tag of the current job file. A tag stays valid until the job file
+    changes."""
     if not if_match or if_match.strip() == "*":
         return
     tags = [tag.strip().strip('"') for tag in if_match.split(",")]

@@ -127,7 +127,8 @@ async def artifact(
 async def send_file(
     path: pathlib.Path, sha256: str, what: str, *, wanted: str, if_range: str, if_none_match: str
 ) -> Response:
-    """Return a response with a file, the part of it that the headers request, or 304.
+    """Return a response with the file, or with the part that the ``Range`` header requests, or 304 if the client
+    already has the file.
 
     Args:
         what: name of the file in the error message.

@@ -90,7 +90,8 @@ async def list_jobs(
         str | None, Query(max_length=32, description="rl, online_rl, embodied, evaluation or serving")
     ] = None,
 ) -> Response:
-    """List jobs by time of submission, newest first unless ``order=asc``. A key for some models sees only their jobs.
+    """List jobs by time of submission, newest first unless ``order=asc``. A key that is restricted to some models sees
+    only the jobs of these models.
 
     ``metadata[KEY]=VALUE`` in the query, which may be repeated, selects jobs with these labels.
     """
@@ -119,7 +120,8 @@ async def get_job(
     goal: Annotated[Goal, Query(alias="for", description="terminal, change, or a phase")] = "terminal",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
-    """Show a job. ``?wait=60&for=terminal`` waits up to 60 s for its end (or for a phase) before it replies."""
+    """Show a job. With ``?wait=60&for=terminal`` the reply waits up to 60 s until the job has ended; ``for`` may also
+    name a phase."""
     record = await backend.jobs.get(job)
     if wait and not if_none_match and goal == "change":
         if_none_match = _etag(record)
@@ -169,7 +171,8 @@ async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
-    """Raise HttpProblem (403) if a new job's name or the checkpoint that it starts from is out of the key's reach."""
+    """Raise HttpProblem (403) if the key does not allow the name of a new job, or the job whose checkpoint the new job
+    starts from."""
     if caller.models is None:
         return
     check_name(caller, spec.name)
@@ -255,7 +258,8 @@ def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
-    """Check that a caller may read the files that a job file names. This follows symbolic links, and blocks.
+    """Check that a caller may read the files that a job file names. Symbolic links are followed. The call reads the
+    disk: run it in a thread.
 
     Raises:
         HttpProblem: 403 a path leads outside the deployment's directories; the text names the setting of the job file.

@@ -1,4 +1,5 @@
-"""Routes that show the progress of a job: events, metrics, workers, samples, waits, audit, logs, replay."""
+"""Routes that show the progress of a job: events, metrics, workers, samples, logs, what the job waits for, the audit of
+its ledger, and replays of its batches."""
 
 from __future__ import annotations
 
@@ -168,7 +169,8 @@ async def metrics(
     ] = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """Show metrics by column, thinned out to ``max_points``; as JSON, CSV or Parquet."""
+    """Show metrics as columns, one list of values per metric, thinned out to ``max_points`` steps; as JSON, CSV or
+    Parquet."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
     found = await backend.charts.metrics(job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points)
     if form == "csv" or (form is None and CSV in accept):
@@ -277,7 +279,8 @@ async def video(
 
 @router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
-    """List what the job waits for: a phrase, the NATS subject, the worker concerned, and the age in seconds."""
+    """List what the job waits for. Each row has a phrase, the NATS subject, the worker concerned, and the age in
+    seconds."""
     return _rows(await backend.diagnosis.why(job))
 
 

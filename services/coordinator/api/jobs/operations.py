@@ -19,7 +19,7 @@ __all__ = ["begin"]
 async def begin(
     backend: Backend, job: str, kind: OperationKind, caller: Caller, args: dict[str, Any] | None = None
 ) -> Response:
-    """Start an operation and return it as the reply, 202. Raises Conflict: the job is terminal."""
+    """Start an operation; return a reply (202) that contains the operation. Raises Conflict: the job is terminal."""
     operation = Operation(
         id=f"op_{uuid6.uuid7().hex}", kind=kind, by=caller.id, created_at=bus_datetime(), args=args or {}
     )

@@ -76,7 +76,8 @@ async def show_versions(job: JobId, backend: BackendDep) -> Response:
 async def promote(
     request: Request, job: JobId, caller: Annotated[Caller, require("admin")], backend: BackendDep
 ) -> Response:
-    """Serve the newest version regardless of its evaluation; the operation completes once the ledger records it."""
+    """Serve the newest version regardless of its evaluation. The operation completes once the ledger records the
+    promotion."""
     wanted = await read_model(request, Promotion)
     return await begin(backend, job, "promote", caller, {"version": wanted.version})
 

@@ -47,7 +47,7 @@ class StreamOptions(BaseModel):
 
 
 class _Body(BaseModel):
-    """Fields common to both kinds of completion. Unknown fields are ignored, as in OpenAI's API."""
+    """Fields common to chat and text completions. Unknown fields are ignored, as in OpenAI's API."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -189,7 +189,8 @@ class CompletionBody(_Body):
 
 
 def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, str], key_id: str) -> InferenceRequest:
-    """Return the request for a rollout worker; the gateway still adds ids, its own address and the episode.
+    """Return the request for a rollout worker, without the fields that the gateway adds later: ids, the gateway's
+    address, and the episode.
 
     Raises:
         HttpProblem: 400 a field has an unsupported value.

@@ -77,7 +77,8 @@ class Format:
         }
 
     def message(self, chunks: Sequence[Chunk]) -> Json | None:
-        """Return the assistant's message of the first choice, in the form that a client sends back; None for text."""
+        """Return the assistant's message of the first choice, in the form in which a client sends the message back;
+        None for a text completion."""
         return None
 
     def _parts(self, chunk: Chunk) -> Iterator[Json]:
@@ -105,7 +106,8 @@ class Format:
         return choice
 
     def _named(self, choice: int) -> Json:
-        """Return index and interaction id of a choice, for feedback; the id is None if the client wants no record."""
+        """Return the index and the interaction id of a choice, so that a client can send feedback on it. The id is None
+        if the client wants no record."""
         request = self.answer.request
         return {"index": choice, "interaction_id": request.ids[choice] if request.store else None}
 
@@ -213,7 +215,7 @@ def _row(piece: str, logprob: float | None) -> Json:
 
 
 def _likeliest(chunk: Chunk, place: int) -> dict[str, float] | None:
-    """Return the log-probs of the likeliest tokens and of the sampled one at position ``place``, by the token's text.
+    """Return log-probs by token text: of the most likely tokens and of the sampled token at position ``place``.
 
     Tokens with equal text have one entry, the largest. None if the position has no log-probs.
     """

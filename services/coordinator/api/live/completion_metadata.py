@@ -15,7 +15,7 @@ __all__ = ["MAX_USER", "RequestMetadata"]
 MAX_USER = 512
 """Longest name of a user, in characters."""
 _FLAGS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-"""Boolean texts: OpenAI's clients send metadata as strings, and Python capitalizes its booleans."""
+"""Booleans by their text: OpenAI's clients send metadata as strings, and Python writes `True` and `False`."""
 
 
 def _as_text(value: Any) -> Any:
@@ -64,7 +64,7 @@ TagText = Annotated[
 
 
 class RequestMetadata(BaseModel):
-    """Metadata that a request carries. Every key that is not a field here is a tag; `user_id` is both.
+    """Metadata that a request carries. Every key without a field here is a tag; `user_id` is a field and also a tag.
 
     Numbers and booleans are stored as text; values of other types are refused.
     """

@@ -34,7 +34,7 @@ router = APIRouter(prefix="/v1/episodes", tags=["inference"])
 Opener = Annotated[Caller, require("episodes:write", reach="checked")]
 HOUR_S, DAY_S = 3600.0, 86400.0
 SECRET = {"Cache-Control": "no-store"}
-"""Headers of a reply with a key, which must not be stored anywhere."""
+"""Headers of a reply that contains a key: no cache may store such a reply."""
 
 OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
 
@@ -144,7 +144,8 @@ async def list_episodes(
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List a model's episodes that the key opened, oldest first; the scope `admin` lists those of all keys."""
+    """List a model's episodes that the key opened, oldest first; a key with the scope `admin` lists the episodes of all
+    keys."""
     found = await _book(backend).list_all(served_of(backend, model, caller))
     found = [record for record in found if _is_own(caller, record.key_id) and (after is None or record.id > after)]
     page = [_shown(record, request) for record in found[:limit]]
@@ -232,7 +233,7 @@ async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wante
 
 
 def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:
-    """Return the fields of ``body`` that the episode's record stores, with pseudonyms instead of users."""
+    """Return the fields of ``body`` that the episode's record stores. Names of users are replaced by pseudonyms."""
     user = pseudonym(body.user or body.tags.get(USER_TAG, ""))
     tags = named_tags(body.tags, pseudonym)
     return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}
@@ -243,7 +244,7 @@ def _book(backend: Backend) -> Episodes:
 
 
 def _is_own(caller: Caller, key_id: str) -> bool:
-    """Return True if the caller may read and end episodes of the key ``key_id``."""
+    """Return True if the caller may read and end the episodes that the key ``key_id`` opened."""
     return caller.id == key_id or caller.may("admin")
 
 

@@ -65,7 +65,8 @@ _ONE["responses"][410] = _GONE
 
 @router.post("/v1/feedback", **_ONE)
 async def post_feedback(request: Request, caller: Judge, backend: BackendDep) -> Response:
-    """Post feedback: a metric's value, a whole interaction, a preference or a correction. 202: it is on disk.
+    """Post feedback: a metric's value, a whole interaction, a preference or a correction. The reply 202 means that the
+    feedback is on disk.
 
     The target may be unknown yet; the feedback waits for it. A repeated `feedback_id` (or Idempotency-Key) has no
     second effect.
@@ -116,7 +117,8 @@ async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: Backend
 
 @router.post("/v1/feedback/{feedback_id}/retract", status_code=202, response_model=RetractReply)
 async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
-    """Retract an item. An untrained item loses its effect; of a trained item only the record changes."""
+    """Retract an item of feedback. An item that was not trained on loses its effect; for a trained item, only the
+    record changes."""
     service = _service(backend)
     await check_job(backend, caller, (await service.status_of(feedback_id))["job"], _missing(feedback_id))
     return Json(await service.retract(feedback_id, caller=caller), 202)
@@ -161,7 +163,8 @@ def _service(backend: Backend) -> FeedbackService:
 
 
 def _missing(feedback: str) -> str:
-    """Return the error text for an item that does not exist, which is the same for an item out of the key's reach."""
+    """Return the error text for an item that does not exist. An item that the caller's key does not reach gets the same
+    text."""
     return f"no feedback '{bare_id(feedback) or feedback[:80]}' was accepted here"
 
 

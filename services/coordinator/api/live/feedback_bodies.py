@@ -1,4 +1,5 @@
-"""Bodies of feedback: one item, a JSON array, or JSON lines. Each item is validated alone; every flaw has a pointer."""
+"""Bodies of feedback: one item, a JSON array, or JSON lines. Each item is validated separately, and every flaw has a
+JSON pointer."""
 
 from __future__ import annotations
 

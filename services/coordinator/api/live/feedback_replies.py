@@ -87,7 +87,8 @@ class FeedbackStatusReply(BaseModel):
 
 
 class FunnelRow(BaseModel):
-    """Number of items with this metric (or kind), source (the key that posted them) and status."""
+    """Number of items with one metric (for items without a metric: kind), source (the key that posted them) and
+    status."""
 
     metric: str
     source: str
@@ -96,7 +97,8 @@ class FunnelRow(BaseModel):
 
 
 class OutcomeRow(BaseModel):
-    """Number of interactions whose decision has this status and reason; undecided ones are not counted."""
+    """Number of interactions whose decision has this status and reason; interactions without a decision are not
+    counted."""
 
     status: str
     reason: str
@@ -104,7 +106,8 @@ class OutcomeRow(BaseModel):
 
 
 class Funnel(BaseModel):
-    """The feedback of a job, counted by metric (or kind), source (the key that posted it) and status.
+    """The feedback of a job, counted by metric (for items without a metric: kind), source (the key that posted them)
+    and status.
 
     ``interactions`` counts the decisions on the interactions themselves, including those without feedback.
     """

@@ -1,4 +1,5 @@
-"""Feedback tokens, each valid for one verdict: the route that creates them, and checks of posts that use them."""
+"""Feedback tokens, each of which allows one post of one metric's value: the route that creates tokens, and checks of
+posts that use them."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ SHORTEST_S, DEFAULT_S, LONGEST_S = 1.0, 86400.0, 30 * 86400.0
 
 
 class FeedbackTokenRequest(BaseModel):
-    """The verdict that a token allows."""
+    """Request for a token: the metric of the feedback that the token allows, and the response or the episode that the
+    feedback is about."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +50,8 @@ class FeedbackTokenRequest(BaseModel):
 
 
 class FeedbackToken(BaseModel):
-    """A token; ``token`` is only in this reply. ``feedback_id`` is the id of the item that it will post."""
+    """A token; ``token`` is only in this reply. ``feedback_id`` is the id of the item that the token's bearer will
+    post."""
 
     object: Literal["rl.feedback_token"] = "rl.feedback_token"
     token: str
@@ -67,7 +70,7 @@ class FeedbackToken(BaseModel):
 async def make_token(
     request: Request, caller: Annotated[Caller, require("feedback:write", reach="checked")], backend: BackendDep
 ) -> Response:
-    """Create a token for one verdict, for a page that should hold no key.
+    """Create a token that allows one item of feedback, for a web page that should hold no key.
 
     Its bearer may post one value of this metric about this target to `/v1/feedback`, once, until the token or the key
     that created it expires. The token is not stored.

@@ -69,7 +69,7 @@ class Model(BaseModel):
     promoted_at: int | None = None
     """Time of the promotion of ``policy_version``, in Unix seconds, for a job with a promotion gate."""
     served: bool = True
-    """False: a rollout worker loads the model on its first request."""
+    """False if a rollout worker loads the model only on its first request."""
     checkpoint: str | None = None
     """Checkpoint that a deployment serves, as `job:ID@NUMBER`."""
 
@@ -257,7 +257,8 @@ async def get_interaction(
 
 
 async def _decision(backend: Backend, interaction: str, record: Interaction) -> dict[str, Any]:
-    """Return the fields ``decision`` and ``decision_known`` (False if no index of decisions answers in time)."""
+    """Return the fields ``decision`` and ``decision_known`` of an interaction. ``decision_known`` is False if no index
+    of decisions answers in time."""
     if backend.feedback is None:
         return {"decision": None, "decision_known": False}
     try:
@@ -389,7 +390,8 @@ async def _check_alive(backend: Backend, job: str) -> None:
 
 
 async def _opened(backend: Backend, ask: Ask, model: str, caller: Caller) -> Any:
-    """Send the request; return the answer once a worker accepts it. Redeploy a checkpoint whose deployment ended."""
+    """Send the request ``ask`` to the gateway; return the answer once a worker accepts the request. If the deployment
+    of a checkpoint has ended, deploy the checkpoint again and repeat the request."""
     try:
         return await serving_of(backend).open(ask)
     except NotFound:

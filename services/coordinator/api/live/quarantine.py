@@ -91,7 +91,8 @@ async def get_held_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -
 
 @all_jobs.post("/v1/quarantine/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
-    """Release a quarantined item: it counts as if it arrived now. Its target may have been decided meanwhile."""
+    """Release a quarantined item: it counts as feedback that arrives now. By then the job may have decided on the
+    response or the episode that the item is about."""
     job = await _job_of(backend, caller, item)
     return Json(await _quarantine(backend).decide(job, item, "release", caller=caller), 202)
 
@@ -117,7 +118,8 @@ async def get_held(job: JobId, item: Item, caller: Admin, backend: BackendDep) -
 
 @router.post("/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
-    """Release a quarantined item: it counts as if it arrived now. Its target may have been decided meanwhile."""
+    """Release a quarantined item: it counts as feedback that arrives now. By then the job may have decided on the
+    response or the episode that the item is about."""
     return Json(await (await _held(backend, job)).decide(job, item, "release", caller=caller), 202)
 
 

@@ -47,7 +47,7 @@ NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the
 
 
 class GymnasiumEnvironment:
-    """One Gymnasium environment. ``success`` of a step is the entry of this name in the step's info."""
+    """One Gymnasium environment. A step counts as a success if the step's info has a true entry `success`."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
         """Create the environment. Raises ValueError if the observation or action space is not supported."""
@@ -81,7 +81,8 @@ class GymnasiumEnvironment:
         return self._named(observation), float(reward), terminated, truncated, bool(info.get("success", False))
 
     def state(self) -> bytes:
-        """Return MuJoCo's time, positions and velocities, or the attribute ``state``; and the random generator."""
+        """Return MuJoCo's time, positions and velocities, or else the attribute ``state``, with the random
+        generator."""
         inner: Any = self._env.unwrapped
         if hasattr(inner, "data") and hasattr(inner.data, "qpos"):
             parts: list[Any] = [inner.data.time, inner.data.qpos.tobytes(), inner.data.qvel.tobytes()]
@@ -187,7 +188,7 @@ def make_with_camera(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironme
 
 
 def _unwrapped(env: Any) -> tuple[list[Any], Any]:
-    """Return the known wrappers around an environment, the outermost first, and what they enclose."""
+    """Return the known wrappers around an environment, the outermost first, and the environment inside of them."""
     wrappers = []
     while type(env) in WRAPPERS:
         wrappers.append(env)

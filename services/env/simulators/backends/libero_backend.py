@@ -97,7 +97,7 @@ class LiberoEnvironment:
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin in initial state ``state_id``."""
+        """Begin an episode in initial state ``state_id``."""
         self._steps = 0
         before = np.random.get_state()  # the library draws from NumPy's global generator
         np.random.seed(state_id % 2**32)
@@ -218,7 +218,8 @@ def import_library(*, camera: bool) -> Path:
 
 
 def _task_map(path: Path) -> Any:
-    """Load the task names by suite directly from their file, because its package imports PyTorch."""
+    """Load the task names by suite directly from the file ``path``, because an import of its package imports
+    PyTorch."""
     found = importlib.util.spec_from_file_location("libero_suite_task_map", path)
     assert found is not None
     assert found.loader is not None
@@ -271,7 +272,7 @@ PRIMITIVES: dict[str, tuple[str, tuple[float, ...]]] = {
     "orange_juice": ("box", (0.03, 0.03, 0.08)), "cream_cheese": ("box", (0.04, 0.02, 0.02)),
     "butter": ("box", (0.04, 0.02, 0.02)), "chocolate_pudding": ("box", (0.04, 0.03, 0.015)),
 }  # fmt: skip
-"""Shapes of the objects of libero_object: half sizes of a box, or radius and half height, in meters."""
+"""Shapes of the objects of libero_object: half sizes of a box, or radius and half height of a cylinder, in meters."""
 BASKET = 0.075, 0.005
 """Half the width and height of the basket, and half the thickness of its walls, in meters."""
 CONTACT = 'solimp="0.998 0.998 0.001" solref="0.001 1" density="100" friction="0.95 0.3 0.1"'

@@ -38,7 +38,7 @@ NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the
 
 
 class MetaWorldEnvironment:
-    """One environment. Observation ``state``: float64 [39] (hand, gripper, objects; the same one step ago; goal)."""
+    """One environment. Observation ``state``, float64 [39]: hand, gripper and objects, now and one step ago; goal."""
 
     def __init__(
         self, env_id: str, *, horizon: int = 500, terminate_on_success: bool = True, expert: bool = False
@@ -121,7 +121,8 @@ class MetaWorldEnvironment:
         return {"state_id": self._state_id, "steps": self._steps, "physics": physics, "kept": kept}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Continue from a snapshot: begin its episode, because the goal changes the model; then set its values."""
+        """Continue from a snapshot: begin the snapshot's episode, because its goal changes the model; then set the
+        values."""
         self.reset(values["state_id"])
         model, data = self._env.model, self._env.data
         mujoco.mj_setState(model, data, values["physics"], PHYSICS)

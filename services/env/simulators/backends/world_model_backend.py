@@ -81,7 +81,8 @@ class WorldModel:
         return self._named()
 
     def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
-        """Predict with a random member. Termination counts as success if it did so in all recorded episodes."""
+        """Predict one step with a random member. Termination is a success if every recorded termination was a
+        success."""
         t = self._tensors
         member = int(self._random.integers(len(self._layers[0][0])))
         x = np.concatenate([self._state, self._encoded(action)])

@@ -50,7 +50,7 @@ OnTokens = Callable[[list[tuple[int, Token]]], None]
 
 
 class TornWeights(WeightsError):  # noqa: N818
-    """The guard returned False before or after a step: the memory of the served weights was overwritten."""
+    """Raised if the memory of the served weights was overwritten before or during a decode step."""
 
 
 @dataclass(slots=True)
@@ -166,7 +166,7 @@ class Batch:
         return ended
 
     def written(self, requests: Collection[int]) -> dict[int, Sample]:
-        """Return the tokens so far of these requests in the batch, as aborted samples by serial number of request."""
+        """Return, by serial number of request, the tokens generated so far, as aborted samples."""
         rows = enumerate(self._rows.completions)
         return {c.request: self._rows.take(row, "abort").sample for row, c in rows if c.request in requests}
 
@@ -196,7 +196,7 @@ class Batch:
         self._cache.release()
 
     def close(self) -> None:
-        """Release all memory but the weights, and the guard, which refers to the weight slot. No call may follow."""
+        """Release the caches, and drop the guard, which refers to the weight slot. No call may follow."""
         self.guard = None
         self._held.clear()
         self._cache.release()
@@ -225,8 +225,7 @@ class Batch:
                 self._fresh = part.stop
 
     def _advance(self, parts: Sequence[Part]) -> Tensor:
-        """Sample the next token of each row that the pass completes: the first R rows. Return their codes [R]; see
-        ``Rows.append``."""
+        """Sample the next tokens of the first R rows, which the pass completes; return the codes of ``Rows.append``."""
         self._check_weights()
         logits_RV = self._logits(parts)
         how = self._rows.draws(0, len(logits_RV), logits_RV.shape[-1])
@@ -278,7 +277,7 @@ class Batch:
             self._drop(list(ends))
 
     def _new_tokens(self, stop: int, ends: Collection[int]) -> list[tuple[int, Token]]:
-        """Return the newest token of each streamed row before ``stop`` that is not in ``ends``."""
+        """Return the newest token of each streamed row below index ``stop``, except of the rows in ``ends``."""
         token_ids, logprobs = self._rows.newest(stop)
         version, weights = self._version, self._weights
         return [
@@ -325,7 +324,7 @@ class Batch:
         self._move(moved, moved)
 
     def _move(self, moved: Sequence[tuple[int, int]], cached: Sequence[tuple[int, int]]) -> None:
-        """Move recorded experts of ``moved`` rows, keys and values of ``cached`` rows; entries: (source, target)."""
+        """Apply moves (source row, target row): ``moved`` to recorded experts, ``cached`` to keys and values."""
         if cached:
             source_M, target_M = torch.tensor(cached, device=self._device).T
             self._cache.move(source_M, target_M, int(self._rows.length_R[target_M].max()))

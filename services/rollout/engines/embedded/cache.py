@@ -102,7 +102,7 @@ class KVCache:
                 tensor[row, :, : copy.shape[1]] = copy
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy rows ``sources`` to ``targets``, first ``length`` positions; all sources are read before any write."""
+        """Copy the first ``length`` positions of rows ``sources`` to rows ``targets``. All reads precede all writes."""
         for tensor in (*self._keys, *self._values):
             part = tensor[:, :, :length]
             part.index_copy_(0, targets, part.index_select(0, sources))

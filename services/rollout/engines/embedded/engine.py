@@ -135,7 +135,7 @@ class EmbeddedEngine:
             parameter.data = parameter.data.new_empty(0)
 
     async def health(self) -> dict[str, Any]:
-        """Return counts and flags. Raises Unavailable once the engine cannot serve."""
+        """Return counters and flags of the engine's state. Raises Unavailable once the engine cannot serve."""
         if self._failure is not None:
             raise self._unavailable()
         return {
@@ -223,7 +223,7 @@ class EmbeddedEngine:
         return len(chosen)
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return the tokens so far of requests; see ``Engine.written``."""
+        """Return the tokens that requests have generated so far; see ``Engine.written``."""
         if self._failure is not None:
             raise self._unavailable()
         names = {serial: self._requests.name_of(serial) for serial in self._requests.chosen(request_ids)}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["Group", "Grouping", "groups_of", "joined"]
 
 MOVE_COST = 4
-"""Cost of moving one position, in positions read by attention: two reads and two writes, because a buffer is used."""
+"""Cost of moving one position, relative to attention to one position: two reads and two writes, through a buffer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,11 @@ class Part:
     row_W: Tensor
     position_W: Tensor
     source_W: Tensor | None
-    """Index in T of the token whose keys and values are written for each entry of W; None: W equals T."""
+    """Index in T of the token of each cache entry to write, [W]; None: every token has one entry, in the same order."""
     attend: Attend
-    """Writes keys and values of the tokens to the cache and computes attention: [T, H, d]."""
+    """Function that writes the tokens' keys and values to the cache and returns the attention outputs, [T, H, d]."""
     num_cached: int = 0
-    """Number of leading tokens of each row that the cache has after a pass that leaves the rows incomplete; else 0."""
+    """Number of tokens of each row in the cache after this pass, if the pass leaves the rows incomplete; else 0."""
 
     @property
     def num_tokens(self) -> int:
@@ -139,7 +139,7 @@ def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> l
 
 
 def prefilling(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
-    """Build a part of rows from ``start`` on, none of which has cached tokens.
+    """Build a ``Part`` that begins at row ``start``, from rows without cached tokens.
 
     The part has at least one row, and as many as fit in ``room`` tokens. Identical sequences are computed once. Returns
     None if the first row has to wait for the next pass.
@@ -171,7 +171,7 @@ def prefilling(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None
 def _prefilled(
     rows: Rows, cache: KVCache, start: int, sequences: list[tuple[int, ...]], owner_R: NDArray[Any], *, divided: bool
 ) -> Part:
-    """Build the part of rows from ``start`` on; row ``start + i`` has the tokens ``sequences[owner_R[i]]``.
+    """Build a ``Part`` that begins at row ``start``; row ``start + i`` has the tokens ``sequences[owner_R[i]]``.
 
     Args:
         divided: True if ``sequences`` has only the first tokens of the rows.
@@ -202,7 +202,7 @@ def _prefilled(
 
 
 def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
-    """Build a part of rows from ``start`` on, each of which has a cached prefix.
+    """Build a ``Part`` that begins at row ``start``, from rows that each have a cached prefix.
 
     The part has at least one row, and as many as fit in ``room`` tokens. If the next rows are identical to the first
     row, they are computed once and the part has no other rows. Returns None if the first row has to wait for the next
@@ -231,7 +231,7 @@ def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
 def _extended(
     rows: Rows, cache: KVCache, start: int, new: list[list[int]], cached_R: NDArray[Any], *, copies: int, divided: bool
 ) -> Part:
-    """Build the part of rows from ``start`` on, whose first ``cached_R`` tokens are cached and whose next are ``new``.
+    """Build a ``Part`` that begins at row ``start``; ``new`` follows the ``cached_R`` cached tokens of each row.
 
     Args:
         copies: number of identical rows; if there are several, ``new`` has the tokens of the first one alone.

@@ -52,7 +52,7 @@ class Rows:
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
     def add(self, completions: Sequence[Completion], version: int, weights: str = "") -> None:
-        """Append rows for completions without output of this engine. Tokens of ``begun`` count as output of a row."""
+        """Append a row for each completion, without output of this engine yet; tokens of ``begun`` count as output."""
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []
         width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))
@@ -148,7 +148,7 @@ class Rows:
         return max(c.top_logprobs for c in self.completions) if self._features["top"] else 0
 
     def keep_top(self, start: int, logprob_RK: Tensor, token_RK: Tensor) -> None:
-        """Store the top tokens of rows from ``start`` on, in descending order, as many as each row requests."""
+        """Store the most likely tokens of rows from ``start`` on, best first, as many as each request asks for."""
         for completion, tokens, logprobs in zip(
             self.completions[start:], token_RK.tolist(), logprob_RK.tolist(), strict=False
         ):

@@ -1,1 +1,1 @@
-"""Engines that are HTTP servers: a client, and what their adapters have in common."""
+"""Engines that are HTTP servers: their client, and the common parts of their adapters."""

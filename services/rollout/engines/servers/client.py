@@ -137,7 +137,7 @@ class EngineServer:
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str, what: str, *, older: str = "") -> dict[str, Any]:
-        """Return the JSON object at ``path``; if that route does not exist, at ``older``, its path in earlier versions.
+        """Return the JSON object at ``path``. Servers of earlier versions may have the object at ``older`` instead.
 
         Raises:
             Unavailable: the server does not respond within ``CALL_S``, or responds with an error or no JSON object.

@@ -54,7 +54,7 @@ def score_body(rid: str, token_ids: list[int], top_logprobs: int) -> dict[str, A
 def read_scores(
     answer: Mapping[str, Any], token_ids: Sequence[int], top_logprobs: int
 ) -> tuple[list[float], list[Likely]]:
-    """Return the log-probs of the tokens of a text after the first one, and the top tokens at each position.
+    """Return the log-prob of each token of a text except the first, and the top tokens at each of these positions.
 
     Raises:
         Unavailable: SGLang aborted the request, or its response is for another text.
@@ -100,7 +100,7 @@ class Stream(ServerStream):
         )
 
     def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        """Return the weight spans of the final event, None for others; earlier versions of SGLang report no spans."""
+        """Return the weight spans of the final event; None for other events. Older SGLang versions report no spans."""
         meta = part.get("meta_info") or {}
         return (meta.get("weight_versions") or ()) if meta.get("finish_reason") else None
 

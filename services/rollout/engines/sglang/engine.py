@@ -128,7 +128,8 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
             await asyncio.to_thread(self._files.close)
 
     async def health(self) -> dict[str, Any]:
-        """Return counts and flags; see ``Engine.health``. Also sends a request to a server the worker did not start."""
+        """Return counters and flags; see ``Engine.health``. Also checks that a server not started by this worker
+        responds."""
         counts = await super().health()
         if self._server is not None and not self._server.is_own:
             await self._served_label()
@@ -152,7 +153,8 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         await self._post("/pause_generation", {"mode": "retract"}, "pause")
 
     async def _echo(self) -> None:
-        """Request information that the scheduler supplies: the server confirms a pause before the scheduler pauses."""
+        """Await an answer of SGLang's scheduler, because the HTTP server confirms a pause before the scheduler
+        pauses."""
         await self._running_server().get("/server_info", "pause", older="/get_server_info")
 
     async def _go(self) -> None:

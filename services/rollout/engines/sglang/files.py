@@ -107,7 +107,7 @@ class VersionFiles:
 
 
 def _claim(settings: ServiceSettings) -> int:
-    """Lock the server at ``sglang_url`` against other jobs on this host; returns the file descriptor, -1 without URL.
+    """Lock the server at ``sglang_url`` against other jobs on this host; return the lock's descriptor, -1 without URL.
 
     Raises:
         Unavailable: another job holds the lock.

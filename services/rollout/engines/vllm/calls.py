@@ -18,13 +18,13 @@ _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abor
 
 
 def finish_of(reason: str | None) -> Finish | None:
-    """Return how a completion ended with this finish reason of vLLM; None while it continues."""
+    """Return the ``Finish`` for a finish reason of vLLM; None without a reason: the completion continues."""
     return None if reason is None else _FINISH.get(reason, "abort")
 
 
 def sampling_fields(completion: Completion) -> dict[str, Any]:
-    """Return the fields of vLLM's ``SamplingParams`` for one completion, without stop strings: this vLLM has no
-    tokenizer to check them."""
+    """Return the fields of vLLM's ``SamplingParams`` for one completion. Stop strings are left out: vLLM runs without a
+    tokenizer and cannot check them."""
     wanted = completion.sampling
     return {
         "max_tokens": wanted.max_new_tokens, "min_tokens": wanted.min_new_tokens, "temperature": wanted.temperature,

@@ -37,7 +37,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def head_sizes() -> list[int]:
-    """Return the widths of attention heads that vLLM computes on this machine; empty: any."""
+    """Return the widths of attention heads that vLLM supports on this machine; an empty list means all widths."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -144,7 +144,7 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the weights. The base class would also synchronize an accelerator on a machine that has none."""
+        """Load the weights; synchronize an accelerator only if there is one. The base class would always try."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()

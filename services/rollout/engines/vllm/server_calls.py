@@ -66,7 +66,7 @@ def score_body(rid: str, token_ids: Sequence[int], top_logprobs: int) -> dict[st
 def read_scores(
     answer: Mapping[str, Any], token_ids: Sequence[int], top_logprobs: int
 ) -> tuple[list[float], list[Likely]]:
-    """Return the log-probs of the tokens of a text after the first one, and the top tokens at each position.
+    """Return the log-prob of each token of a text except the first, and the top tokens at each of these positions.
 
     Raises:
         Unavailable: the response is not for this text.
@@ -116,7 +116,7 @@ class Stream(ServerStream):
         )
 
     def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        """Return the weight spans of the final event, None for others.
+        """Return the weight spans of the final event; None for other events.
 
         Raises:
             WeightsError: vLLM does not report which weights produced the tokens.

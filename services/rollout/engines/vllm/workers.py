@@ -51,7 +51,7 @@ _RECEIVING = (
 )  # fmt: skip
 
 Call = Callable[..., Awaitable[list[Any]]]
-"""``await call(method, *args)`` calls a method of ``SlotWorker`` in each worker process and returns one result each."""
+"""``await call(method, *args)`` calls a method of ``SlotWorker`` in every worker process; returns all results."""
 
 
 class StageRequest(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class SlotWorkers:
             raise WeightsError(f"the memory of version {version} was overwritten before it was loaded")
 
     async def head_sizes(self) -> list[int]:
-        """Return the widths of attention heads that vLLM computes here; empty: any."""
+        """Return the widths of attention heads that vLLM supports on this machine; an empty list means all widths."""
         sizes: list[int] = (await self._call("penstock_heads"))[0]["sizes"]
         return sizes
 

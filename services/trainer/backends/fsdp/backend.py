@@ -66,7 +66,7 @@ class _Reference:
 
 
 class FSDPBackend:
-    """Trains ``model`` together with the same backend of the other ranks.
+    """Trains ``model``, sharded over all ranks; every rank has an instance of this class.
 
     Shards of all trainable parameters are float32 whatever the type of the model, because they are the optimizer's
     masters; a narrower model is gathered in its own type. The model stays in eval mode, as in ``LocalBackend``.
@@ -135,7 +135,7 @@ class FSDPBackend:
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
-        """See ``Backend``."""
+        """Run forward, ``loss`` and backward of a microbatch; see ``Backend``."""
         batch = (microbatch or stand_in()).to(self._device)
         load = RouterLoad() if self.routers is not None and microbatch is not None else None
         with self._stopwatch.measure("forward"):
@@ -154,7 +154,7 @@ class FSDPBackend:
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. Skips the forward pass if all ranks replay recorded routes."""
+        """Count the experts that tokens visit; see ``Backend``. Needs no forward pass if all ranks replay routes."""
         if self.routers is None:
             return
         replayed = microbatch is not None and microbatch.experts_TNK is not None
@@ -170,55 +170,55 @@ class FSDPBackend:
             self.routers.count(load.chosen)
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Backend``."""
+        """Return log-probs or values of the scored tokens, without gradient; see ``Backend``."""
         return self._score_by(self._model, self._model.model, microbatch, replay=True)
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Backend``."""
+        """Return log-probs under the reference policy; see ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
         return self._score_by(self._reference.sharded, self._reference.model, microbatch)
 
     def step(self, learning_rate: float) -> float:
-        """See ``Backend``."""
+        """Clip the gradients and make an optimizer step; see ``Backend``."""
         with self._stopwatch.measure("optimizer"):
             return self._optimizer.step(learning_rate)
 
     def freeze_reference(self) -> None:
-        """See ``Backend``. Does nothing without a reference."""
+        """Copy the current weights into the reference policy, if there is one; see ``Backend``."""
         if self._reference is not None:
             now = self._parameters.trained()
             for name, param in self._parameters.of_twin(self._reference.model).items():
                 local_part(param.detach()).copy_(local_part(now[name].detach()))
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
-        """See ``Backend``."""
+        """Start a new optimizer at the current weights; see ``Backend``."""
         self._parameters.train_base(whole)
         self._optimizer = ShardOptimizer(self._model.params, config, self._collective, decayed=self._decayed)
         if not whole:
             self._parameters.pins()  # now, because all ranks are here
 
     def layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the whole weights; see ``Backend``."""
         return self._parameters.layout()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. A tensor is valid until the iterator advances."""
+        """Yield the whole weights; see ``Backend``. A tensor is valid until the iterator advances."""
         return self._parameters.weights()
 
     def published_layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the published tensors; see ``Backend``."""
         return self._parameters.published_layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. A tensor is valid until the iterator advances."""
+        """Yield the tensors to publish; see ``Backend``. A tensor is valid until the iterator advances."""
         return self._parameters.published()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. A tensor is valid until the iterator advances."""
+        """Yield a published adapter's base weights; see ``Backend``. A tensor is valid until the iterator advances."""
         return self._parameters.frozen()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Backend``."""
+        """Copy whole parameters into the model; see ``Backend``."""
         own = rows_of(base_parameters(self._model.model), self._dtype)
         for name, tensor in weights:
             if name not in own or tensor.shape != own[name].shape:
@@ -228,17 +228,17 @@ class FSDPBackend:
         self._parameters.pins()
 
     def take_seconds(self) -> Seconds:
-        """See ``Backend``."""
+        """Return the seconds by stage since the last call; see ``Backend``."""
         return self._stopwatch.take()
 
     def environment(self) -> dict[str, str]:
-        """See ``Backend``."""
+        """Return the properties that bit-identical results depend on; see ``Backend``."""
         dtype = str(self._dtype).removeprefix("torch.")
         pins = describe_environment(dtype=dtype, device=str(self._device))
         return pins | {"backend": "fsdp", "ranks": str(self._collective.size)} | self._parameters.pins()
 
     def state(self) -> BackendState:
-        """See ``Backend``. All tensors except scalars are DTensors on the CPU: each rank copies its own rows."""
+        """Return a copy of the model's state; see ``Backend``. Tensors are DTensors of this rank's rows, or scalars."""
         copies = {
             part: {name: rows.copy(self._host_mesh) for name, rows in own.items()}
             for part, own in self._stored().items()
@@ -254,7 +254,7 @@ class FSDPBackend:
         )
 
     def load_state(self, state: BackendState) -> None:
-        """See ``Backend``. Accepts whole tensors and the DTensors of ``state``."""
+        """Restore what ``state`` returned, or a state of whole tensors; see ``Backend``."""
         self._parameters.check_base(state.environment)
         stored = self._stored()
         for part, own in stored.items():  # check everything before the first copy: a wrong state changes nothing

@@ -44,12 +44,12 @@ class ShardedFrozenModel:
         self._sharded = ShardedModel(model.requires_grad_(False).eval(), sharding)
 
     def layout(self) -> TensorLayout:
-        """See ``Teacher``."""
+        """Return the layout of the whole weights; see ``Teacher``."""
         return self._layout
 
     @torch.no_grad()
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Teacher``."""
+        """Return log-probs of the scored tokens; see ``Teacher``."""
         batch = (microbatch or stand_in()).to(self._device)
         values_M = self._sharded.run(lambda: score_tensors(self._sharded.model, batch, role="policy")[0])
         return values_M if microbatch is not None else values_M[:0]

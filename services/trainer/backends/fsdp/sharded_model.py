@@ -79,7 +79,7 @@ class _Unit(nn.Module):
 
 
 class ShardedModel:
-    """Shards ``model`` in place and runs functions over it. A ``Reader`` of its parameters.
+    """Shards ``model`` in place, and runs functions with its weights gathered. Is a ``Reader`` of its parameters.
 
     Args:
         model: on the CPU, whole, the same on every rank. Its parameters already have the types that the shards get. All
@@ -130,7 +130,8 @@ class ShardedModel:
             _fsdp(unit).reshard()
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """See ``Reader``. Gathers one unit at a time, in ``compute_dtype``. Do not share these tensors with numpy."""
+        """Yield ``read(name)`` for each name; gathers one unit at a time. See ``Reader``. Never share a tensor with
+        numpy."""
         for unit, run in groupby(names, key=self._units.__getitem__):
             _fsdp(unit).unshard()
             try:
@@ -140,7 +141,7 @@ class ShardedModel:
                 _fsdp(unit).reshard()
 
     def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """See ``Reader``. Gathers in ``compute_dtype``."""
+        """Yield each named parameter, gathered whole in ``compute_dtype``; see ``Reader``."""
         mesh = self._sharding.mesh
         for name in names:
             part = local_part(self.params[name].detach()).to(mesh.device_type, self._sharding.compute_dtype)

@@ -32,11 +32,11 @@ class PackedSequences(PackedSeqParams):  # type: ignore[misc]
     rope: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, d] of each token's position."""
     num_tokens: int = 0
-    """T; rows beyond it are padding."""
+    """Number of tokens of the microbatch, T; later rows of the input are padding."""
 
 
 class PackedCausalAttention(nn.Module):
-    """Module for ``core_attention`` in the layer specification."""
+    """Attention module for the slot ``core_attention`` of megatron-core's layer specification."""
 
     def __init__(self, *, pg_collection: Any, **_: Any) -> None:
         super().__init__()

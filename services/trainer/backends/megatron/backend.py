@@ -99,7 +99,7 @@ class MegatronBackend:
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
-        """See ``Backend``."""
+        """Run forward, ``loss`` and backward of a microbatch; see ``Backend``."""
         assert not kl or self._reference is not None, "built without keep_reference"
         if not self._takes_part(microbatch):
             return
@@ -112,7 +112,7 @@ class MegatronBackend:
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. Replayed routes need no forward pass."""
+        """Count the experts that tokens visit; see ``Backend``. Replayed routes need no forward pass."""
         if self.routers is None:
             return
         table = None if microbatch is None else microbatch.experts_TNK
@@ -125,16 +125,16 @@ class MegatronBackend:
                 self.routers.count(load.chosen)
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Backend``."""
+        """Return log-probs or values of the scored tokens, without gradient; see ``Backend``."""
         return self._score_by(self._model, microbatch)
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """See ``Backend``."""
+        """Return log-probs under the reference policy; see ``Backend``."""
         assert self._reference is not None, "built without keep_reference"
         return self._score_by(self._reference, microbatch)
 
     def step(self, learning_rate: float) -> float:
-        """See ``Backend``."""
+        """Clip the gradients and make an optimizer step; see ``Backend``."""
         self._run_queued()
         start = time.perf_counter()
         norm = self._optimizer.step(learning_rate)
@@ -142,12 +142,12 @@ class MegatronBackend:
         return norm
 
     def freeze_reference(self) -> None:
-        """See ``Backend``. Does nothing without a reference."""
+        """Copy the current weights into the reference policy, if there is one; see ``Backend``."""
         if self._reference is not None:
             copy_into(self._reference.parameters_by_name(), self._model.parameters_by_name(), what="reference")
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
-        """See ``Backend``. Without adapters, ``whole`` has no effect: everything is trained in any case."""
+        """Start a new optimizer; see ``Backend``. ``whole`` has no effect: all weights are trained in any case."""
         self._queued.clear()
         self._optimizer = ShardedOptimizer(
             self._model.parameters_by_name(),
@@ -159,27 +159,27 @@ class MegatronBackend:
         )
 
     def layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the whole weights; see ``Backend``."""
         return list(self._layout)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. Gathers one parameter of megatron-core at a time."""
+        """Yield the whole weights; see ``Backend``. Gathers one parameter of megatron-core at a time."""
         return gathered(self._model.parameters_by_name(), self._mapping, self._order, self._groups)
 
     def published_layout(self) -> TensorLayout:
-        """See ``Backend``."""
+        """Return the layout of the published tensors; see ``Backend``."""
         return self.layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Yield the tensors to publish, which are the whole weights; see ``Backend``."""
         return self.weights()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``."""
+        """Return an empty iterator, because this backend trains no adapter; see ``Backend``."""
         return iter(())
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Backend``."""
+        """Copy whole parameters into the model; see ``Backend``."""
         own = self._model.parameters_by_name()
         expected = whole_shapes(own, self._mapping)
         for name, tensor in weights:
@@ -189,12 +189,12 @@ class MegatronBackend:
             load(own, {name: tensor}, self._mapping, self._groups)
 
     def take_seconds(self) -> Seconds:
-        """See ``Backend``."""
+        """Return the seconds by stage since the last call; see ``Backend``."""
         taken, self._passes.seconds = self._passes.seconds, Seconds()
         return taken
 
     def environment(self) -> dict[str, str]:
-        """See ``Backend``."""
+        """Return the properties that bit-identical results depend on; see ``Backend``."""
         dtype = str(self._layout[0][2]).removeprefix("torch.")
         return describe_environment(dtype=dtype, device=str(self._device)) | {
             "backend": "megatron",
@@ -207,7 +207,7 @@ class MegatronBackend:
         }
 
     def state(self) -> BackendState:
-        """See ``Backend``. Whole tensors on every rank."""
+        """Return a copy of the model's state, with whole tensors on every rank; see ``Backend``."""
         rng = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -226,7 +226,7 @@ class MegatronBackend:
         )
 
     def load_state(self, state: BackendState) -> None:
-        """See ``Backend``."""
+        """Restore what ``state`` returned; see ``Backend``."""
         reference = {} if self._reference is None else self._reference.parameters_by_name()
         moments = _by_kind(state.optimizer)
         parts: list[tuple[str, dict[str, Tensor], dict[str, Tensor]]] = [

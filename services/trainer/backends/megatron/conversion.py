@@ -165,7 +165,7 @@ def joined(parts: Sequence[Tensor], piece: Piece) -> Tensor:
 
 
 def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
-    """Return one rank's parameter from its part of each piece: [sum of n, ...]; rows of padding are zero."""
+    """Fuse one rank's parts of the pieces to its megatron-core parameter, [sum of n, ...]; padding rows are zero."""
     grouped = [torch.unflatten(part, 0, (parameter.groups, -1)) for part in parts]
     fused = torch.cat(grouped, 1).flatten(0, 1)
     missing = (parameter.padded_rows or len(fused)) - len(fused)
@@ -173,7 +173,7 @@ def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
 
 
 def split(fused: Tensor, parameter: Parameter, *, rank: int, size: int) -> list[Tensor]:
-    """Invert ``fuse``: return this rank's part of each piece without padding; views if there is one group."""
+    """Invert ``fuse``: return this rank's part of each piece, without padding. With one group, parts are views."""
     rows = [_rows(piece, rank, size) for piece in parameter.pieces]
     grouped = torch.unflatten(fused.narrow(0, 0, sum(rows)), 0, (parameter.groups, -1))
     return [part.flatten(0, 1) for part in torch.split(grouped, [n // parameter.groups for n in rows], 1)]
@@ -240,7 +240,8 @@ def _check_experts(pieces: Mapping[str, list[Piece]], expert_parallel: int) -> N
 
 
 def _stages(pieces: Mapping[str, list[Piece]], pipeline_parallel: int) -> dict[str, int]:
-    """Return each parameter's stage: equal runs of layers; the embedding on the first, the rest on the last."""
+    """Return each parameter's stage: equal runs of layers; the embedding is on the first stage, the rest on the
+    last."""
     layers = {name: int(name.split(".")[2]) for name in pieces if name.startswith("decoder.layers.")}
     number = len(set(layers.values()))
     if number % pipeline_parallel:

@@ -37,7 +37,7 @@ class RealTokens:
     number: int
 
     def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
-        """See ``Routing``."""
+        """Return the experts of each token, int64 [T, K]; see ``Routing``."""
         experts_TK = self.routes.choose(layer, probs_TE[: self.number], top_k)
         return torch.cat((experts_TK, Routes().choose(layer, probs_TE[self.number :], top_k)))
 
@@ -49,7 +49,8 @@ class _Dealt(Sparse):
     group: dist.ProcessGroup
 
     def outputs(self, h_AD: Tensor, counts: list[int]) -> Tensor:
-        """See ``Sparse``. Rows travel to the ranks of their experts and back (GShard, arXiv 2006.16668, § 3.2)."""
+        """Return the experts' outputs; see ``Sparse``. Rows travel to their experts and back (GShard, arXiv
+        2006.16668)."""
         ranks = self.group.size()
         sent_E = torch.tensor(counts, device=h_AD.device)
         received_E = torch.empty_like(sent_E)
@@ -87,7 +88,7 @@ class _Experts(nn.Module):
 
 
 class ParallelExperts(nn.Module):
-    """Module for ``mlp`` in the layer specification; computes the same function as ``like``.
+    """MoE module for the slot ``mlp`` of megatron-core's layer specification; computes the same function as ``like``.
 
     Set ``routing`` before each forward pass, and again before activations are recomputed.
     """

@@ -203,7 +203,7 @@ class MegatronModel(nn.Module):
 
 
 def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
-    """Give padding tokens in the input no gradient for their row, as ``nn.Embedding(padding_idx=padding)`` does."""
+    """Keep padding tokens in the input from adding gradient to their embedding row, as ``nn.Embedding`` does."""
     rank, ranks = groups.in_tensor()
 
     def without(module: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ def _with_experts(layer: Any, part: Layer, groups: Groups) -> Any:
     like = part.mlp
 
     class Experts(ParallelExperts):
-        """``ParallelExperts`` for ``like`` and ``groups``.
+        """``ParallelExperts`` with ``like`` and ``groups`` already bound.
 
         This is a class and not a ``ModuleSpec``, because megatron-core warns about a specification of an unknown MLP.
         """

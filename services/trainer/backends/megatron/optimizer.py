@@ -49,7 +49,7 @@ class ShardedOptimizer(Optimizer):
         self._copies = frozenset(p.name for p in mapping if p.stage != stage)
 
     def step(self, learning_rate: float) -> float:
-        """See ``Optimizer``."""
+        """Clip the gradients, make a step and zero the gradients; see ``Optimizer``."""
         self.complete(list(self._trained.values()))  # ranks sum gradients that some of them may lack
         for name, param in self._trained.items():
             assert param.grad is not None

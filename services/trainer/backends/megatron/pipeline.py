@@ -95,7 +95,7 @@ class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
         self._after_backward = after_backward
 
     def _communicate_shapes(self, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
-        """Return the shapes of the next receive. Microbatches come in order in both directions."""
+        """Return the shapes of the next tensors to receive. Microbatches come in order in both directions."""
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:

@@ -29,7 +29,7 @@ from penstock.shared.models.temperature import tempered
 __all__ = ["Selected", "States", "policy_scores", "values", "vocab_parallel_log_softmax"]
 
 Normalised = Callable[[Tensor], Tensor]
-"""Function that maps indices into the N selected positions to log-probs [., W] of this rank's vocabulary rows."""
+"""Function that maps n indices into the N selected positions to log-probs [n, W] of this rank's vocabulary rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ class Selected:
     groups: Groups
     number: int
     indices_N: Tensor
-    """Indices of these positions among all M selected positions."""
+    """Indices of this rank's selected positions among all M selected positions."""
     places_N: Tensor
-    """Indices of these positions among this rank's tokens."""
+    """Indices of this rank's selected positions among this rank's tokens."""
     targets_N: Tensor
     temperature_N: Tensor | None
     """Temperatures; None if all are 1."""

@@ -28,9 +28,9 @@ __all__ = [
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
 """Topics of the questions, and the answer that the agent accepts for each."""
 HABITS = (2, 4, 1, 1)
-"""Number of demonstrations per question: with the accepted answer, and with that of each of the next topics."""
+"""Numbers of demonstrations per question: with the accepted answer, and with the answers to three other topics."""
 WINDOW = 200
-"""Number of answers over which a rate is computed."""
+"""Number of answers over which a share of accepted answers is computed."""
 REQUEST_S = 60.0
 LATE_S = (0.5, 3.0)
 SHARE_LATE, SHARE_TWICE, SHARE_CORRECTED = 0.1, 0.1, 0.05
@@ -87,7 +87,7 @@ def sdk() -> Any:
 async def agent_clients(
     url: str, model: str, keys: Sequence[str], *, each: int = 1
 ) -> AsyncIterator[list[AgentClient]]:
-    """Open one client for each API key in ``keys`` ('': no key); yield a list that contains each client ``each`` times.
+    """Open a client for each API key in ``keys`` ('': no key); yield a list with every client ``each`` times.
 
     An agent asks one question at a time for each entry of the list.
     """
@@ -130,17 +130,17 @@ class Agent:
 
     @property
     def rate(self) -> float:
-        """Share of accepted answers among the newest WINDOW."""
+        """Share of accepted answers among the newest WINDOW answers."""
         return _share(self.answers[-WINDOW:])
 
     @property
     def start(self) -> float:
-        """Share of accepted answers among the first WINDOW."""
+        """Share of accepted answers among the first WINDOW answers."""
         return _share(self.answers[:WINDOW])
 
     @property
     def version(self) -> int:
-        """Newest policy version among the newest answers."""
+        """Newest policy version among the newest WINDOW answers."""
         return max((answer.version for answer in self.answers[-WINDOW:]), default=0)
 
     async def run(self) -> None:
@@ -172,7 +172,7 @@ class Agent:
         await self._judge(client, name, value)
 
     async def _judge(self, client: AgentClient, name: str, value: bool) -> None:
-        """Post the verdict: mostly once, at random twice, or as a correction that precedes the original verdict."""
+        """Post a verdict: once, at random twice, or first a correction and then the verdict that it corrects."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:

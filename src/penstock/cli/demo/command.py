@@ -33,12 +33,12 @@ __all__ = ["demo", "demo_options"]
 
 ONLINE_DEMO, ROBOT_DEMO = "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
-"""Metric: share of the episodes of an update that succeed."""
+"""Name of the metric for the share of successful episodes in an update."""
 VIDEO_S = 300.0
 """Longest time to wait for a video (seconds): rendering runs beside the training and may finish later."""
 NO_VIDEOS = "there will be no videos"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
-"""Rate limit of the demo, where one agent stands for many users."""
+"""Setting of the API's rate limit in the demo: very high, because one agent stands for many users."""
 
 
 class Show(StrEnum):
@@ -151,7 +151,7 @@ async def _fetch_video(client: AsyncClient, record: JobRecord, directory: Path) 
 
 
 async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -> View:
-    """Show the job until it ends and return its last view. Raises ConfigError if a service cannot continue."""
+    """Show the job until it ends; return its state at the end. Raises ConfigError if a service cannot continue."""
     watching = asyncio.create_task(watch(client, job, screen))
     broken = asyncio.create_task(stack.broken())
     try:

@@ -32,12 +32,12 @@ __all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online",
 
 GOAL, START = 0.8, 0.35
 LIMIT_S = 240.0
-"""Longest run in seconds, from its start."""
+"""Default maximum duration of a run (seconds)."""
 TALKERS = 48
 """Number of concurrent requests of the agent in a run without a hostile key."""
 CUSTOMERS, HOSTILE_TALKERS = 8, 80
-"""In a run with a hostile key: number of the agent's customers, each with its own key and one request at a time; and
-number of concurrent requests with the hostile key."""
+"""In a run with a hostile key: number of customers, and number of concurrent requests with the hostile key. The agent
+acts for all customers: each has its own key, and one request at a time."""
 SHARE = 0.15
 """In a run with a hostile key: largest share that one key may have of a batch."""
 SCOPES = ("inference:write", "feedback:write")
@@ -69,7 +69,7 @@ class Shown:
 
     @property
     def failures(self) -> list[str]:
-        """Failed requests of all agents."""
+        """Errors of the failed requests of all agents."""
         return self.agent.failures + (self.hostile.failures if self.hostile is not None else [])
 
     @property
@@ -85,7 +85,7 @@ class Shown:
 
     @property
     def code(self) -> int:
-        """Exit code."""
+        """Exit code of the demo."""
         return 0 if self.learnt and self.report["ok"] and not self.failures else 1
 
 
@@ -144,7 +144,7 @@ async def run_online(
 async def _agents(
     client: AsyncClient, deployment: Stack, job: OnlineJob, *, hostile: bool
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
-    """Yield the agent, the hostile agent and the id of its key; without a hostile agent, None and ''.
+    """Yield ``(agent, hostile agent, id of the hostile agent's key)``; ``(agent, None, '')`` if not ``hostile``.
 
     Without a hostile agent, the agent uses the deployment's key. Otherwise it uses one key for each of its customers.
     """
@@ -222,7 +222,7 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
 
 
 async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
-    """Return the number of trained feedback items from the key ``enemy`` (True), and from all other keys (False)."""
+    """Count trained feedback items: under True those that the key ``enemy`` posted, under False all others."""
     found = {True: 0, False: 0}
     for row in (await client.funnel(job)).data:
         if row.status == "trained":

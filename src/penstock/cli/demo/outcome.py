@@ -14,7 +14,7 @@ from penstock.shared.protocol.jobs import JobRecord
 __all__ = ["FIRST", "GOAL", "LAST", "Outcome", "scores_of"]
 
 GOAL = 0.9
-"""Mean sampled reward, or share of successful episodes, that a demo promises for its own job file."""
+"""Mean sampled reward, or share of successful episodes, that a demo with its default job file must reach."""
 FIRST, LAST = 5, 10
 """Number of updates averaged at the start and at the end of the run; few at the start, where learning is fastest."""
 
@@ -41,7 +41,7 @@ class Outcome:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Mean of ``rewards`` over the FIRST and over the LAST updates; None before the first update."""
+        """Mean of ``rewards`` over the first FIRST and over the last LAST updates; None before the first update."""
         if not self.rewards:
             return None
         first, last = self.rewards[:FIRST], self.rewards[-LAST:]
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def code(self) -> int:
-        """Exit code."""
+        """Exit code of the demo."""
         ended = result_code(self.record)
         return ended or (OK if self.report["ok"] and self.reached else FAILED)
 

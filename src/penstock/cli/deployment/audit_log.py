@@ -24,7 +24,7 @@ def audit_log(
     ] = 1000,
     as_json: Json = False,
 ) -> None:
-    """Show the newest requests that changed something, the newest last, with their senders; needs the scope admin."""
+    """Show requests that changed something, and their senders, the newest request last; needs the scope admin."""
     start = time.time() - (seconds_of(since) or 0.0)
     with Client() as client:
         of_job = client.find(job).id if job is not None else None

@@ -27,7 +27,7 @@ from penstock.shared.transport.server import NatsServer
 __all__ = ["backup", "restore"]
 
 ROOM = 1 << 30
-"""Bytes that a server needs besides its streams."""
+"""Disk space that a temporary NATS server needs in addition to the sizes of its streams (bytes)."""
 FolderOf = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the backup.")]
 NatsUrl = Annotated[
     str | None, typer.Option("--nats-url", help="URL of the bus, unless 'penstock up' runs it on this machine.")
@@ -75,9 +75,9 @@ def _directory(data_dir: Path | None) -> Path:
 
 @asynccontextmanager
 async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
-    """Connect to the bus at ``nats_url``, or else to that of the deployment that runs in ``directory``.
+    """Connect to the bus to back up: that at ``nats_url``, or else that of the deployment running in ``directory``.
 
-    If there is neither, start a temporary server on the store in ``directory``. Raises ConfigError without a store.
+    If neither exists, start a temporary server on the store in ``directory``. Raises ConfigError without a store.
     """
     running = read_state(directory)
     with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def _empty(directory: Path, nats_url: str | None, size: int) -> AsyncIterator[Bus]:
-    """Connect to the bus at ``nats_url``, or else to a new temporary server on a store in ``directory``.
+    """Connect to an empty bus for a restore: at ``nats_url``, or else a temporary server that stores in ``directory``.
 
     Raises ConfigError if the bus has streams, or the directory holds a store, already.
     """

@@ -27,7 +27,7 @@ def ingest(
     kills: Annotated[int, typer.Option(min=0, max=100, help="Number of kills of coordinator or NATS.")] = 2,
     as_json: Json = False,
 ) -> None:
-    """Measure durable feedback per second over HTTP, each item on disk before its reply; exit with 1 if one is lost."""
+    """Measure feedback items per second over HTTP, each on disk before its reply; exit with 1 if any item is lost."""
     note(f"load: {load_name()}, {connections} connections, {seconds:g} s each")
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, Front(Path(directory)) as front:
         results = {

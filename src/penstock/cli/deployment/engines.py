@@ -1,4 +1,4 @@
-"""``penstock engines``: separate interpreters for rollout engines whose dependencies conflict with this one's."""
+"""``penstock engines``: separate interpreters for rollout engines whose dependencies conflict with Penstock's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def install(
     again: Annotated[bool, typer.Option("--again", help="Remove the installation and install again.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Install an engine's pinned packages in an interpreter of its own, in PENSTOCK_ENGINES_DIR.
+    """Install an engine's pinned packages in a separate Python environment in PENSTOCK_ENGINES_DIR.
 
     A complete installation is left unchanged; an interrupted one is resumed.
     """

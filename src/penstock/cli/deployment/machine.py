@@ -37,7 +37,7 @@ DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
 """Sizes of the streams of a demo: enough for a few minutes, even with a hostile key, and small enough for a folder in
 memory."""
 READY = "ready (Ctrl-C stops everything)"
-"""Log line at which ``up --detach`` stops copying the log: the command prints the later lines itself."""
+"""Log line of a deployment that is ready: ``up --detach`` copies the log only until this line appears."""
 READY_S = 120.0
 DOWN_S = 60.0
 
@@ -79,7 +79,7 @@ def up(
 
 
 def _pythons(engine: str) -> dict[str, Path]:
-    """Return ``{"rollout": interpreter}`` if the engine runs inside the rollout workers; otherwise {}.
+    """Return ``{"rollout": interpreter}`` for an engine that runs inside the rollout workers, {} for any other engine.
 
     For an engine outside the workers, set the environment variable from which the workers read its interpreter.
     """
@@ -98,7 +98,7 @@ def pythons_for(job: AnyJob) -> dict[str, Path]:
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Stop a deployment of 'penstock up'. Without --data-dir: the one in the default folder, or else the only one."""
+    """Stop the deployment in --data-dir; by default that in the default folder, or else the only one that runs."""
     directory = data_dir.expanduser().resolve() if data_dir else _running()
     state = read_state(directory)
     if state is None:
@@ -136,7 +136,7 @@ def _running() -> Path:
 
 
 def example(name: str) -> Path:
-    """Return the path of an example job file from package or sources. Raises ConfigError if it is missing."""
+    """Return the path of an example job file, in the package or in the sources. Raises ConfigError if it is missing."""
     package = Path(penstock.__file__).resolve().parent
     for folder in (package / "examples", package.parents[1] / "examples"):
         if (folder / name).is_file():
@@ -145,7 +145,7 @@ def example(name: str) -> Path:
 
 
 async def ready_with_progress(stack: Stack) -> None:
-    """Wait for every service, and print the missing ones whenever they change."""
+    """Wait until every service is ready; print the names of the missing services whenever these names change."""
     began = time.monotonic()
     before: list[str] = []
 
@@ -187,7 +187,7 @@ def _on_signal(stop: asyncio.Event) -> None:
 
 
 def _note_next(url: str) -> None:
-    """Print the address of the page and the next steps."""
+    """Print the URL of the dashboard, and commands to continue with."""
     note(f"the page is at {url}/")
     if url != DEFAULT_URL:
         note(f"for other commands: export PENSTOCK_URL={url}")
@@ -248,7 +248,7 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
 
 
 def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
-    """Print the complete lines of a log from byte ``start`` on; if ``until`` occurs there, only the lines before it.
+    """Print the complete lines of a log from byte ``start`` on, but only up to the text ``until`` if they contain it.
 
     Returns the offset after the last printed line.
     """

@@ -46,7 +46,7 @@ app.add_typer(models)
 
 @dataclass(frozen=True)
 class Pins:
-    """Requirements of a simulator.
+    """Python packages that a simulator requires.
 
     Attributes:
         packages: pinned requirements for pip.

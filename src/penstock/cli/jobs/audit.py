@@ -15,7 +15,7 @@ __all__ = ["audit", "equation", "replay"]
 
 
 def audit(job: Job, as_json: Json = False) -> None:
-    """Check the ledger against itself and the streams; exit 1 on any violation."""
+    """Check that a job's ledger is consistent, and that it agrees with the streams; exit 1 on any violation."""
     with Client() as client:
         report = client.audit(client.find(job).id)
     if as_json:
@@ -30,7 +30,7 @@ def audit(job: Job, as_json: Json = False) -> None:
 
 
 def equation(draws: dict[str, object]) -> str:
-    """Format draws as ``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
+    """Format the numbers of draws as ``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
     dropped = draws.get("dropped") or {}
     by_reason = dict(dropped) if isinstance(dropped, dict) else {}
     total = sum(by_reason.values()) if by_reason else 0
@@ -72,7 +72,7 @@ def replay(
 
 
 def _feedback_line(row: dict[str, Any]) -> str:
-    """Format a row as ``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
+    """Format a draw of a replayed batch as ``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
     answers = ", ".join(row["interactions"] or row["context"]) or "posted material"
     by = ", ".join(row["feedback"]) or "nobody"
     what = row["draw"] if row["objective"] == "policy" else f"{row['draw']} {row['objective']}"

@@ -133,7 +133,7 @@ def rollback(
 
 
 def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:
-    """Return the checkpoint with this number or flag. Raises NotFound."""
+    """Return the row of the checkpoint whose number or flag (like `best`) is ``which``. Raises NotFound."""
     for row in rows:
         if which == str(row["number"]) or (which in FLAGS and row[which]):
             return row

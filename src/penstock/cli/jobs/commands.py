@@ -104,7 +104,7 @@ def _print_warnings(client: Client, record: JobRecord) -> None:
 
 
 def load_file(file: Path, overrides: list[str]) -> JobText:
-    """Load a job file (``-``: standard input) with ``overrides`` and the files that it names; validate it.
+    """Load a job file (``-``: standard input) and the files that it names, apply ``overrides``, and validate the job.
 
     Raises ConfigError.
     """
@@ -116,7 +116,7 @@ def load_file(file: Path, overrides: list[str]) -> JobText:
 
 
 def load_job(file: Path, overrides: list[str]) -> AnyJob:
-    """Load a job file as a config object, without the code that it names. Raises ConfigError."""
+    """Load a job file with ``overrides`` as a config object; user code is not imported. Raises ConfigError."""
     return parse_job(load_file(file, overrides).data, where=str(file))
 
 
@@ -392,7 +392,7 @@ def _canary(trial: dict[str, Any]) -> str:
 
 
 def _phase(record: JobRecord) -> str:
-    """Return the phase and the kinds of active warnings, so that a job that learned nothing does not look fine."""
+    """Return the phase of a job, followed by the kinds of its active warnings in parentheses."""
     kinds = ", ".join(warning.kind for warning in record.status.warnings)
     return f"{record.status.phase} ({kinds})" if kinds else record.status.phase
 

@@ -70,7 +70,7 @@ _METRICS = ("reward/mean", "eval/greedy")
 
 
 def _trained(client: Client, job: str) -> JobRecord:
-    """Return the newest training job named ``job``; if there is none, the job that ``client.find`` returns.
+    """Return the newest training job named ``job``. If no training job has this name, return ``client.find(job)``.
 
     ``client.find`` alone could return a deployment with the same name.
     """

@@ -37,7 +37,7 @@ WIDTH, HEIGHT, LEFT, ROW = 640, 320, 56, 18
 
 @dataclass
 class Point:
-    """One combination of values, whose jobs differ in the seed. ``curves``: ``(update, value)`` pairs of each job."""
+    """One combination of settings, with one job per seed. ``curves``: ``(update, metric value)`` pairs of each job."""
 
     settings: tuple[str, ...]
     jobs: list[JobRecord] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The settings as one text for users."""
+        """Settings of this combination, as one text for users."""
         return " ".join(self.settings) or "as the file says"
 
     @property
@@ -67,7 +67,10 @@ class Point:
 
 
 def points_of(grid: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations: for ``["a.b=1,2", "c=x,y"]``, first ``("a.b=1", "c=x")``. Raises ConfigError."""
+    """Return all combinations of values: for ``["a=1,2", "b=3"]``, ``[("a=1", "b=3"), ("a=2", "b=3")]``.
+
+    Raises ConfigError.
+    """
     axes = []
     for text in grid:
         key, sep, values = text.partition("=")
@@ -125,7 +128,7 @@ def sweep(
 
 
 def _file_of(text: JobText, point: Point, seed: int, label: str) -> JobText:
-    """Return the validated job file of one job. Raises ConfigError."""
+    """Return the job file for one point and seed of a sweep, validated. Raises ConfigError."""
     changed = with_overrides(text.data, [*point.settings, f"seed={seed}"])
     labels = {"sweep": label, "settings": point.name, "seed": str(seed)}
     data = {**changed, "metadata": {**changed.get("metadata", {}), **labels}}
@@ -181,7 +184,7 @@ def _row(point: Point) -> tuple[str, ...]:
 
 
 def _tell_next(points: Sequence[Point], url: str) -> None:
-    """Print the URL of the curves and the command to export the best job, by id because all jobs share one name."""
+    """Print the URL of the curves, and the command that exports the best job. The command names the job by its id."""
     jobs = [job.id for point in points for job in point.jobs][:MOST_COMPARED]
     note(f"curves: {url}/#/compare?jobs={','.join(jobs)}")
     if (best := points[0].best) is not None:

@@ -102,7 +102,7 @@ class Observer:
 
 
 def progress_line(view: View) -> str:
-    """Return the view as one line, for logs and pipes."""
+    """Return the state of a job as one line, for logs and pipes."""
     status = view.record.status
     total = f"/{status.total_steps}" if status.total_steps else ""
     parts = [f"{view.elapsed_s:6.1f} s  {status.phase:<9} update {status.step}{total}  version {status.policy_version}"]
@@ -125,7 +125,7 @@ def progress_line(view: View) -> str:
 
 
 def panel(view: View) -> RenderableType:
-    """Return the view as a panel."""
+    """Return the state of a job as a panel for a terminal."""
     status = view.record.status
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -155,7 +155,7 @@ def panel(view: View) -> RenderableType:
 
 
 def worker_table(view: View) -> RenderableType:
-    """Return the panel with a table of the job's workers."""
+    """Return the panel of a job, followed by a table of its workers."""
     rows = [
         (row["worker"], "alive" if row.get("alive") else "lost", row.get("version"), row.get("waiting_for") or "")
         for row in view.workers

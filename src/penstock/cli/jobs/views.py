@@ -47,13 +47,13 @@ __all__ = [
 
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Braille bit of the dot in row 0 to 3, column 0 to 1 of a cell."""
+"""Bit of each dot of a Braille character, by row (0 to 3) and column (0 or 1)."""
 
 
 def chart(
     name: str, steps: Sequence[int], values: Sequence[float | None], *, width: int = 72, height: int = 10
 ) -> list[str]:
-    """Return the lines of a chart of ``values`` over ``steps``: its name, ``height`` rows of ``width`` cells, the axis.
+    """Return the lines of a chart: its name, ``height`` rows of ``width`` characters with the curve, and the axis.
 
     With more values than dot columns, a column shows the range of its values.
     """
@@ -86,9 +86,9 @@ def chart(
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow to the end of the job.")]
 _LOG_POLL_S = 1.0
 DRAWN = "reward/mean"
-"""Default metric of a curve."""
+"""Metric that a curve shows by default."""
 HELD_OUT = ("eval/success", "eval/return", "eval/length")
-"""Measures of an embodied job's held-out episodes."""
+"""Metrics of the held-out episodes of an embodied job."""
 
 
 def events(
@@ -217,7 +217,7 @@ def samples(
 
 
 def held_out_line(found: dict[str, Any]) -> str:
-    """Return the newest evaluation of HELD_OUT in ``found``, a reply with metrics, in one line; '' without any."""
+    """Return one line with the newest held-out metrics in ``found``, a reply about HELD_OUT; '' if it has no values."""
     for step, row in reversed([*zip(found["steps"], zip(*found["series"].values(), strict=True), strict=False)]):
         known = [(name, value) for name, value in zip(found["series"], row, strict=True) if value is not None]
         if known:

@@ -24,12 +24,12 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 __all__ = ["follow", "top", "watch"]
 
 RECORD_S = 60.0
-"""Longest time from the last event of a job until its record shows that the job has ended (seconds)."""
+"""Timeout of the wait, after the last event of a job, for its record to show that the job has ended (seconds)."""
 
 POLL_S = 0.5
 LINE_S, QUIET_S = 3.0, 15.0
-"""Shortest time between two progress lines (seconds), where no panel can be shown: if there is a new update, and if
-there is none."""
+"""Minimum time between two progress lines (seconds): if the job has made a new update since, and if not. Progress lines
+are printed where the output is no terminal."""
 PATIENCE_S = 60.0
 _LAST_EVENTS_S = 2.0
 
@@ -65,7 +65,7 @@ async def watch(
     draw: Callable[[View], RenderableType] = panel,
     with_events: bool = True,
 ) -> View:
-    """Show a job until it is terminal; return its last view.
+    """Show a job until it ends; return its state at the end.
 
     A terminal shows a live panel below the events. Otherwise progress lines are printed: one per update, at least
     LINE_S seconds apart, and one every QUIET_S seconds without an update.

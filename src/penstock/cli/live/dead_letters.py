@@ -48,7 +48,7 @@ def show(job: Job, letter: Letter) -> None:
 
 @app.command()
 def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
-    """Retry a dead letter: draw its prompt again, or store its messages again; then delete the dead letter."""
+    """Retry a dead letter, then delete it: draw its prompt again, or store its interactions or feedback items again."""
     with Client() as client:
         result = client.dead_letters.replay(client.find(job).id, letter)
     if as_json:

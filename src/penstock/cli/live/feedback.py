@@ -57,7 +57,7 @@ def batch(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, one item each; - for standard input.")],
     as_json: Json = False,
 ) -> None:
-    """Post the items of a file; items that the same key posted before have no effect. Exit with 1 if one is refused."""
+    """Post feedback items from a file; items that this key posted before have no effect. Exit 1 if any is refused."""
     key = find_api_key(base_url(None))
     with Client(api_key=key or None) as client:
         rows = client.feedback_batch(_named(_items(file), key))
@@ -76,7 +76,7 @@ def batch(
 
 @app.command()
 def status(id: Id, as_json: Json = False) -> None:
-    """Show the status of an item."""
+    """Show the status of a feedback item."""
     with Client() as client:
         item = client.feedback_status(id)
     if as_json:
@@ -98,7 +98,7 @@ def status(id: Id, as_json: Json = False) -> None:
 
 @app.command()
 def retract(id: Id, as_json: Json = False) -> None:
-    """Retract an item; needs the scope feedback:admin."""
+    """Retract a feedback item; needs the scope feedback:admin."""
     with Client() as client:
         reply = client.retract(id)
     said = "is trained on already, or about to be: too late" if reply.too_late else "is retracted"
@@ -126,7 +126,7 @@ def token(
 
 
 def _value(text: str, metric: str) -> bool | float | str:
-    """Convert ``text`` to a boolean or number if it is one in JSON; comments and demonstrations remain text."""
+    """Convert ``text`` to the boolean or number that it denotes in JSON. Comments and demonstrations remain text."""
     if metric in ("comment", "demonstration"):
         return text
     try:
@@ -137,7 +137,7 @@ def _value(text: str, metric: str) -> bool | float | str:
 
 
 def _named(items: Iterable[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
-    """Yield the items; those without an id get one, derived from content, occurrence number and the API key.
+    """Yield feedback items. An item without an id gets one, derived from content, occurrence number and API key.
 
     Thus a line has one effect even if its file is posted again, also with lines added at its end, but two equal lines
     of one file are two items. Only those who know the key can predict an id and post another item under it first.

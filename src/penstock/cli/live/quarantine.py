@@ -58,7 +58,7 @@ def show(item: Item) -> None:
 
 @app.command()
 def release(item: Item, as_json: Json = False) -> None:
-    """Release an item: it counts as if it arrived now."""
+    """Release a quarantined feedback item, which then counts as if it arrived now."""
     with Client() as client:
         verdict = client.quarantine.release(*_place(client, item))
     show_done(f"feedback {item[-1]} is released", verdict, as_json)
@@ -66,14 +66,14 @@ def release(item: Item, as_json: Json = False) -> None:
 
 @app.command()
 def drop(item: Item, as_json: Json = False) -> None:
-    """Reject an item permanently."""
+    """Reject a quarantined feedback item permanently."""
     with Client() as client:
         verdict = client.quarantine.drop(*_place(client, item))
     show_done(f"feedback {item[-1]} is dropped", verdict, as_json)
 
 
 def _place(client: Client, words: list[str]) -> list[str]:
-    """Return ``[item id]``, or ``[job id, item id]`` if ``words`` names the job before the item."""
+    """Return ``[item id]`` if ``words`` is an item only, and ``[job id, item id]`` if it is a job and an item."""
     if len(words) > 2:
         raise typer.BadParameter(f"expected the id of an item, or a job and the id, got {len(words)} words")
     return [*(client.find(job).id for job in words[:-1]), words[-1]]

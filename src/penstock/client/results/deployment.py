@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """An API key without its text. ``models``: names or ids of the only jobs that it reaches, None for all."""
+    """An API key without its text. ``models``: names or ids of jobs; the key reaches only these (None: all jobs)."""
 
     id: str
     name: str
@@ -35,13 +35,13 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     rate_limit: str | None = None
     models: list[str] | None = None
     max_weight: float = 1.0
-    """Largest weight of feedback that this key posts."""
+    """Maximum weight of feedback that this key posts."""
     code_modules: list[str] | None = None
     """With the scope jobs:code: modules whose functions its job files may name."""
 
 
 class NewKey(Key, frozen=True, kw_only=True):
-    """A new key; its text ``key`` is not shown again. ``warnings`` describe models that it does not reach yet."""
+    """A new key; its text ``key`` is not shown again. ``warnings`` are about ``models`` that do not exist yet."""
 
     key: str
     warnings: list[str] = []
@@ -115,7 +115,7 @@ class Code(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckedGrader(msgspec.Struct, frozen=True, kw_only=True):
-    """A grader that can be opened."""
+    """Reply about a valid grader; a reward worker has loaded it successfully."""
 
     grader: dict[str, Any]
 
@@ -126,7 +126,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     type: str
     errors: dict[str, bool | str | None]
-    """Kind of failure -> True or details; False or None if no such failure occurred."""
+    """By kind of failure: True or details of the failure; False or None if no failure of this kind occurred."""
     execution_time: float
     scores: dict[str, float]
     token_usage: int | None = None

@@ -26,7 +26,7 @@ __all__ = [
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """Receipt of an item of feedback that is on disk (``status`` `valid`: a dry run, which is not stored).
+    """Receipt of a feedback item. The item is on disk, except after a dry run (``status`` `valid`).
 
     ``target``: `known` if the server knows the response or episode that the item is about, otherwise `unknown_yet`;
     `none` if the item is about neither. ``duplicate``: the item was posted before.
@@ -42,7 +42,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of one item of a batch. ``status``: 202 (dry run: 200), or the HTTP status of the ``problem``."""
+    """Result of one item of a batch. ``status``: 202, or 200 in a dry run, or the HTTP status of the ``problem``."""
 
     index: int
     id: str | None
@@ -57,7 +57,7 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retracted(msgspec.Struct, frozen=True, kw_only=True):
-    """Receipt of a retraction. ``too_late``: the item was already admitted or trained, so only the record changes."""
+    """Receipt of a retraction. ``too_late``: the item was already admitted or trained, which is not undone."""
 
     feedback_id: str
     retraction_id: str
@@ -181,7 +181,7 @@ class HeldItem(HeldRow, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Decision on a quarantined item: ``verdict`` is `release` or `drop`, and it is on disk."""
+    """Decision on a quarantined item, which is on disk; ``verdict`` is `release` or `drop`."""
 
     feedback_id: str
     verdict: str

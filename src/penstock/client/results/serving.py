@@ -141,7 +141,7 @@ class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A training job or a deployment, under its name; or a checkpoint that is deployed on its first request.
+    """A training job or a deployment, under its name; or a checkpoint that the first request to it deploys.
 
     ``promoted_at``: time of the promotion of ``policy_version`` (Unix seconds), for a job with a promotion gate.
     ``checkpoint``: the deployed checkpoint. ``served``: False: the first request loads the model.

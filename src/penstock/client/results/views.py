@@ -39,7 +39,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenSample(Sample, frozen=True, kw_only=True):
-    """A completion with everything that is stored of it, token by token.
+    """A completion with its tokens, and with log-prob, origin and policy version of each token.
 
     ``token_ids``, ``logprobs``, ``mask`` (1: chosen by the policy), ``versions`` (policy version per token) and
     ``token_texts`` have the same length. ``siblings``: ids of the other completions of its group.
