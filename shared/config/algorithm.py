@@ -192,7 +192,7 @@ class DrGRPOConfig(_CriticFree, _Rewarded):
 
     @property
     def aggregation(self) -> Aggregation:
-        """`constant`, with max_new_tokens as denominator: a mean over the sequence would favour long wrong answers."""
+        """Always `constant`: sums are divided by max_new_tokens, because a mean would favour long wrong answers."""
         return "constant"
 
 

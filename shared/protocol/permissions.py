@@ -73,7 +73,7 @@ def nats_users(passwords: Mapping[str, str]) -> str:
 
 
 def _all(subject_of: Callable[[str], str]) -> str:
-    """Return a wildcard for all subjects that ``subject_of``, a function of one name, returns."""
+    """Return a wildcard that matches ``subject_of(name)`` for every name."""
     return subject_of("x").rpartition(".")[0] + ".*"
 
 

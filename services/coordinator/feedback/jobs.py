@@ -60,7 +60,7 @@ class _Other(NamedTuple):
     kind: str
 
     def refusal(self, pointer: str, target: str) -> HttpProblem:
-        """Return the refusal of feedback for this job."""
+        """Build the error 422 that refuses feedback for this job; ``target`` is how the request named the job."""
         text = f"{target} job '{self.name}' ({self.id}), which is of kind {self.kind} and learns nothing from feedback"
         detail = f"{text}: only jobs of kind {ONLINE} do"
         return HttpProblem(422, "not_online", detail, errors=[Flaw(pointer=pointer, detail=detail)])

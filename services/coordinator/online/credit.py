@@ -297,7 +297,9 @@ def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple
 def trajectory_weights(
     job: OnlineJob, tree: TurnTree, parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> dict[int, float]:
-    """Return the weight of each policy-loss trajectory, by the position of its first turn; {} if all weights are 1.
+    """Return the weight of each trajectory in the policy loss, by the position of its first turn in the episode.
+
+    The result is {} if all weights are 1.
 
     ``parts`` has the turns of each trajectory, ``lengths`` the number of sampled tokens of each turn of the episode.
     """

@@ -107,7 +107,7 @@ class Backend(Protocol):
 
     @property
     def routers(self) -> Routers | None:
-        """Load statistics of the routers of a trained mixture of experts; None for other models."""
+        """Counts of the tokens that each expert receives in a trained mixture of experts; None for other models."""
 
     def route(self, microbatch: Microbatch | None) -> None:
         """Count in ``routers`` the experts that the tokens of ``microbatch`` visit, without gradient.

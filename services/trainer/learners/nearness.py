@@ -57,7 +57,7 @@ class Nearness:
     """Relative distance of the weights, by number of the batch after which the compared checkpoint was written."""
 
     def gradient(self, replayed: float | None, recorded: float | None) -> str:
-        """Compare the gradient norms of one update. Return the result as text, '' if either is missing."""
+        """Compare the replayed with the recorded gradient norm of an update; return a text, '' if a norm is None."""
         if replayed is None or recorded is None:
             return ""
         off = abs(replayed - recorded) / max(abs(recorded), torch.finfo(torch.float32).tiny)

@@ -80,7 +80,7 @@ def prepare(
     work: Mapping[Role, Work],
     teacher: Teacher | None = None,
 ) -> PreparedBatch:
-    """Gather the properties of a batch, run the passes without gradient, and add the work of the models to ``work``.
+    """Gather the properties of a batch, run the passes without gradient, and count the tokens of each pass in ``work``.
 
     Raises:
         ProtocolError: a group cannot be scored, or no trajectory of the batch is valid.

@@ -47,7 +47,7 @@ class Need:
 
     @property
     def is_engine(self) -> bool:
-        """True if the package is an engine, for which one process suffices."""
+        """True if the package is a rollout engine; then it is enough that one worker has it."""
         return self.package in ENVIRONMENT_OF
 
 

@@ -28,7 +28,7 @@ WAIT_S = 10.0
 
 
 class Occupancy:
-    """Limits concurrent requests per owner, and large bodies and parser threads both per owner and in total.
+    """Limits concurrent requests per owner. Limits large bodies and parser threads per owner, and also in total.
 
     An owner is the id of an API key, or the client's address in a deployment without keys.
     """

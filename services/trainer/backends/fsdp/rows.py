@@ -46,5 +46,5 @@ class Rows:
 
 
 def rows_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Rows]:
-    """Return this rank's rows of ``parameters``, which are all DTensors. Checkpoints store the rows in ``dtype``."""
+    """Return this rank's rows of ``parameters``, all of which are DTensors. ``dtype`` is that of checkpoints."""
     return {name: Rows(local_part(param.detach()), param.shape, dtype) for name, param in parameters.items()}
