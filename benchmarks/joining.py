@@ -87,7 +87,7 @@ class Round:
 
     Attributes:
         ready_s: seconds from its start until it was ready.
-        joined_s: seconds from then until a batch had a group of it.
+        joined_s: seconds from then until the next batch with a group of it was sealed.
         how: how it left: 'drain' or 'kill -9'.
         held: draws that it held when it was told to leave, as its last heartbeat says.
         open: draws of the job that were in no batch then, those that it held among them.
@@ -226,15 +226,15 @@ async def running(on: Deployment, config: dict[str, Any], updates: int) -> Async
 
 async def come_and_go(on: Deployment, job: str, how: str, **environment: str) -> Round:
     """One round: join, contribute, leave."""
-    before, began = len(on.log(FIRST)), time.time()
-
-    async def first() -> float:
-        known = (await on.books(job)).sealed.values()
-        return min((moment for worker, moment in known if worker == SECOND and moment > began), default=0.0)
-
+    before = len(on.log(FIRST))
     async with on.second(**environment) as (process, ready_s):
         ready = time.time()
-        joined_s = max(0.0, await until(first, f"a group of {SECOND} in a batch") - ready)
+
+        async def first() -> float:
+            known = (await on.books(job)).sealed.values()
+            return min((moment for worker, moment in known if worker == SECOND and moment > ready), default=0.0)
+
+        joined_s = await until(first, f"a group of {SECOND} in a batch") - ready
         held = await until(lambda: on.held(job), f"tickets in the hands of {SECOND}")
         books, left = await on.books(job), time.monotonic()
         os.kill(process.pid, signal.SIGTERM if how == "drain" else signal.SIGKILL)

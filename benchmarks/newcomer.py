@@ -187,10 +187,13 @@ def machine() -> str:
 
 def system() -> str:
     """The distribution whose packages this process sees, with the version of Debian's where it is one."""
-    release = platform.freedesktop_os_release()
+    try:
+        name = platform.freedesktop_os_release().get("PRETTY_NAME", "unknown")
+    except OSError:  # a system without the file os-release
+        name = platform.platform()
     debian = Path("/etc/debian_version")
     version = f" ({debian.read_text().strip()})" if debian.is_file() else ""
-    return f"{release.get('PRETTY_NAME', 'unknown')}{version}, Python {platform.python_version()}"
+    return f"{name}{version}, Python {platform.python_version()}"
 
 
 def commit() -> str:

@@ -18,6 +18,7 @@
     ├── NotFound (KeyError)             no such job, message or checkpoint
     ├── Unsupported                     this simulator does not offer the operation
     ├── WeightsError                    a weight transfer failed; the engine keeps its old version
+    │   └── UnreadableWeights           this process can use no transport of a version, whoever publishes it again
     ├── CheckpointError                 a checkpoint is missing, partial, or of another job or model
     ├── ArchiveError                    a segment of an archived ledger is missing or was changed
     ├── ScoringError                    a scorer failed or hung; its trajectory fails, and gets no default score
@@ -49,6 +50,7 @@ __all__ = [
     "StreamFull",
     "ToolError",
     "Unavailable",
+    "UnreadableWeights",
     "Unsupported",
     "WeightsError",
 ]
@@ -119,6 +121,10 @@ class Unsupported(PenstockError):  # noqa: N818
 
 class WeightsError(PenstockError):
     """A weight transfer failed; the receiver keeps its old version."""
+
+
+class UnreadableWeights(WeightsError):  # noqa: N818
+    """A receiver can use no transport by which a version is offered; publishing it again would not help."""
 
 
 class CheckpointError(PenstockError):

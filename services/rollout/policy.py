@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.services.rollout.engines import Updatable, UpdatableByReference
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
+from penstock.shared.errors import DeadlineError, Unavailable, UnreadableWeights, WeightsError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
@@ -28,9 +28,12 @@ __all__ = ["PolicyFollower"]
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-ASK_AFTER = 4
-"""Number of failed attempts to load a version after which this worker asks the trainer to publish the version again."""
+ASK_AFTER, MAX_ASK_AFTER = 4, 120
+"""Number of failed attempts to open a version before its trainer is asked to publish it again; it doubles with each
+answered request, up to the second number."""
 ASK_DEADLINE_S = 2.0
+UNREADABLE_S = 2.0, 60.0
+"""First and longest wait between attempts to read a version by transports that this worker cannot use (seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ class PolicyFollower:
         """Transport and fetched bytes of the version that was staged last."""
         self._problem: tuple[float, str] | None = None
         """Start (Unix seconds) and reason of the current failure to load the newest version; None if there is none."""
+        self._unstaged: WeightsError | None = None
+        """Error of the last attempt to stage a version; None if it was staged."""
 
     async def run(self) -> None:
         """Follow manifests until cancelled. A version that cannot be staged is retried while the old one is served."""
@@ -110,15 +115,33 @@ class PolicyFollower:
         self._receiver.close()
 
     async def _follow(self, manifest: WeightManifest) -> None:
-        """Load a manifest's version, or a newer one. If that keeps failing, ask the trainer to publish it again."""
-        tries = 0
+        """Load a manifest's version, or a newer one.
+
+        If its weights stay lost, ask the trainer to publish it again. If this worker can use no transport of the
+        version, that would not help, and would cost the job a restart if it trains an adapter: then only try again,
+        ever more rarely.
+        """
+        tries, ask_after, (wait_s, longest_s) = 0, ASK_AFTER, UNREADABLE_S
         while not self._outdated(manifest) and not await self._update(manifest):
-            tries += 1
-            if tries % ASK_AFTER == 0:
-                await self._request_again(manifest)
-            await asyncio.sleep(RETRY_S)
-            manifest = await self._newest(self._key) or manifest
+            if isinstance(self._unstaged, UnreadableWeights):
+                before, manifest = manifest, await self._changed_within(manifest, wait_s)
+                wait_s = min(2 * wait_s, longest_s) if manifest == before else UNREADABLE_S[0]
+                continue
+            tries += self._unstaged is not None
+            if tries >= ask_after:
+                tries = 0
+                ask_after = min(ask_after << await self._request_again(manifest), MAX_ASK_AFTER)
+            manifest = await self._changed_within(manifest, RETRY_S)
         self._problem = None  # there is nothing left to load
+
+    async def _changed_within(self, manifest: WeightManifest, seconds: float) -> WeightManifest:
+        """Return the newest manifest after ``seconds``, or as soon as it is not ``manifest`` any more."""
+        clock = asyncio.get_running_loop().time
+        end, newest = clock() + seconds, manifest
+        while newest == manifest and (left_s := end - clock()) > 0:
+            await asyncio.sleep(min(RETRY_S, left_s))
+            newest = await self._newest(self._key) or manifest
+        return newest
 
     async def _update(self, manifest: WeightManifest) -> bool:
         """Load the version of a manifest, or the newest one if ``updating`` had to wait; see ``_adopt``."""
@@ -127,11 +150,13 @@ class PolicyFollower:
                 manifest = await self._newest(self._key) or manifest
             return await self._adopt(manifest)
 
-    async def _request_again(self, manifest: WeightManifest) -> None:
-        """Ask the trainer to publish the version again: its segment may be lost, and a later version may never come."""
+    async def _request_again(self, manifest: WeightManifest) -> bool:
+        """Ask the trainer to publish the version again, because a later version may never come; True if it answers."""
         with contextlib.suppress(Unavailable):  # a starting trainer publishes it anyway
             data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
             await self._bus.request(subjects.lost_weights(self._job), data, deadline_s=ASK_DEADLINE_S)
+            return True
+        return False
 
     def _outdated(self, manifest: WeightManifest) -> bool:
         return manifest.epoch < self.epoch or (manifest.version, manifest.digest) == (self.version, self.digest)
@@ -151,8 +176,9 @@ class PolicyFollower:
             await self._ensure_base(manifest.base)
             await self._take_route()
             staged = await self._stage(manifest)
-            self.stage_s, self.way = clock() - start, staged.way
+            self.stage_s, self.way, self._unstaged = clock() - start, staged.way, None
         except WeightsError as error:
+            self._unstaged = error
             return self._refuse(f"version {manifest.version} not staged: {error}")
         try:
             if self._held is not None and self._serving is not None:
@@ -264,14 +290,15 @@ class PolicyFollower:
         """Ensure that the engine has the base weights of the next adapter.
 
         Raises:
-            WeightsError: the engine loaded other base weights, and the trainer's are unavailable.
+            UnreadableWeights: the engine loaded other base weights, and the trainer publishes none.
+            WeightsError: the base weights that the trainer publishes cannot be loaded.
         """
         own = (await self._engine.weight_info()).base
         if own == digest:
             return
         manifest = await self._newest(subjects.base_manifest(self._job))
         if manifest is None or manifest.digest != digest:
-            raise WeightsError(
+            raise UnreadableWeights(
                 f"its adapter belongs to base '{digest}', this engine has '{own}' and the trainer publishes none: "
                 "model.path must be the same model on every host"
             )

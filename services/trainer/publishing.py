@@ -24,11 +24,12 @@ from penstock.services.trainer.rank_group import RankGroup
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, Fenced, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.kv import Entry
-from penstock.shared.weights import WeightPublisher, device_memory, open_publisher
+from penstock.shared.weights import device_memory, open_publisher
 from penstock.shared.weights.open import Publisher
 
 __all__ = ["Publishing"]
@@ -43,8 +44,13 @@ class Publishing:
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, *, gated: bool = False) -> None:
         self._bus, self._settings, self._job, self._gated = bus, settings, job, gated
         self._publisher: Publisher | None = None
-        self._base_publisher: WeightPublisher | None = None
+        self._base_publisher: Publisher | None = None
         self._base_manifest: WeightManifest | None = None
+        """Manifest of base weights that is to be announced with the next version."""
+        self._written: dict[str, WeightManifest] = {}
+        """Last manifest of the policy (key: the job) and of its base weights (key: theirs)."""
+        self.problem: tuple[float, str] | None = None
+        """Start (Unix seconds) and reason for which a transport lacks the last version; None if none does."""
         self._writing = threading.Lock()
         """Held while a version is written: a stopped session calls ``close`` while its thread may still write."""
         self._closed = False
@@ -62,6 +68,19 @@ class Publishing:
             await self._bus.kv(subjects.MANIFESTS).put(key, data, deadline_s=30)
             self._base_manifest = None
         await self._put(subjects.candidate_manifest(self._job) if self._gated else self._job, manifest)
+
+    async def complete(self) -> None:
+        """Publish the announced version by the transports that failed before, and announce it again if that succeeds.
+
+        Raises Fenced as ``announce``.
+        """
+        manifest = self._written.get(self._job)
+        if manifest is None or not await self.stands(manifest):
+            return
+        before = dict(self._written)
+        await asyncio.to_thread(self._complete)
+        if self._written != before:
+            await self.announce(self._written[self._job])
 
     async def announce_served(self, manifest: WeightManifest) -> None:
         """Announce the new location of the served version. Raises Fenced if a later trainer has announced one."""
@@ -158,12 +177,33 @@ class Publishing:
                 publisher.open(learner.layout(), routes.members, routes.epoch)
                 self._write_base(base, epoch, learner)
                 manifest = publisher.publish(weights, version=version, epoch=epoch, keep=keep)
+                self._note_problem()
         except Exception:
             with contextlib.suppress(RuntimeError, ValueError):  # if other ranks are lost, keep the first error
                 _gather_to_the_end(base, weights)
             raise
         _gather_to_the_end(base, weights)
-        return msgspec.structs.replace(manifest, base=learner.base_digest)
+        self._written[self._job] = msgspec.structs.replace(manifest, base=learner.base_digest)
+        return self._written[self._job]
+
+    def _complete(self) -> None:
+        """Write what transports lack, in a thread, and add it to the last manifests."""
+        base = subjects.base_manifest(self._job)
+        with self._writing:
+            for key, publisher in ((base, self._base_publisher), (self._job, self._publisher)):
+                if self._closed or publisher is None or not (refs := publisher.complete()):
+                    continue
+                manifest = self._written[key]
+                self._written[key] = msgspec.structs.replace(manifest, refs=manifest.refs + refs)
+                if key == base:
+                    self._base_manifest = self._written[key]
+            self._note_problem()
+
+    def _note_problem(self) -> None:
+        publishers = [one for one in (self._base_publisher, self._publisher) if one is not None]
+        text = next((one.problem for one in publishers if one.problem), "")
+        since = bus_time() if self.problem is None else self.problem[0]
+        self.problem = (since, text) if text else None
 
     def _open(self, learner: JobLearner) -> Publisher:
         """Return the publisher of the policy. Raises WeightsError after ``close``."""
@@ -179,10 +219,11 @@ class Publishing:
         first = next(base, None)
         if first is None:
             return
+        key = subjects.base_manifest(self._job)
         if self._base_publisher is None:
-            key = subjects.base_manifest(self._job)
             self._base_publisher = open_publisher(key, learner.base_layout(), self._settings)
         self._base_manifest = self._base_publisher.publish(chain([first], base), version=0, epoch=epoch)
+        self._written[key] = self._base_manifest
 
 
 def _gather_to_the_end(*rest: Iterator[tuple[str, Tensor]]) -> None:

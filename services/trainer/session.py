@@ -72,6 +72,8 @@ async def is_wanted(bus: Bus, job: str) -> bool:
 
 RESTART_S = 0.5
 RESUMED_POLL_S = 1.0
+COMPLETE_S = 10.0
+"""Time between attempts to publish a version by a transport that failed, while no batch is to be trained (seconds)."""
 TURN_LEASES = 4
 """Number of lease durations for which a job waits for its lease before it yields the ranks to other jobs. A trainer
 that cannot open a job waits as long before it tries again."""
@@ -317,8 +319,7 @@ class TrainerSession:
         manifest = self._inputs.peek(number)
         if manifest is None:
             self._wait(f"batch {number} to be sealed", subjects.batches(self.job))
-            await self._inputs.arrived.wait()
-            self._inputs.arrived.clear()
+            await self._arrival(self._inputs.arrived)
             manifest = self._inputs.peek(number)
         if manifest is not None and manifest.start_version < self.progress.version:  # a fork rolled it back
             self._inputs.refused(manifest)
@@ -328,6 +329,18 @@ class TrainerSession:
             await self._refuse(manifest, Untrainable(bad, "their users' data is being deleted"))
             return None
         return manifest
+
+    async def _arrival(self, arrived: asyncio.Event) -> None:
+        """Wait for ``arrived`` and clear it. Meanwhile, complete a version that a transport lacks: no later one comes
+        if all workers wait for it."""
+        while not arrived.is_set():
+            try:
+                async with asyncio.timeout(COMPLETE_S if self._publishing.problem is not None else None):
+                    await arrived.wait()
+            except TimeoutError:
+                await self._reporter.settled()
+                await self._publishing.complete()
+        arrived.clear()
 
     async def _train_batch(self, manifest: BatchManifest) -> None:
         assert self._inputs is not None
@@ -456,6 +469,8 @@ class TrainerSession:
             "transports": self._publishing.transports,
             "devices": self._publishing.devices,
         }
+        if self._publishing.problem is not None:
+            row |= {"problem_since": self._publishing.problem[0], "problem": self._publishing.problem[1]}
         writing = "" if self._checkpointing is None else self._checkpointing.writing
         if self._reporter.unanswered is not None:
             what, since = self._reporter.unanswered

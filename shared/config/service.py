@@ -91,7 +91,7 @@ class ServiceSettings(BaseSettings):
     """Directory on a file system that the trainer and workers of other hosts share, for weights if these hosts cannot
     reach the trainer's bulk_host. It must exist, and be set at both ends (its path may differ). The trainer writes each
     version to a file there, and keeps two or three per job until the job ends; it waits for the file system, and needs
-    memory for one more copy of the weights."""
+    memory for one more copy of the weights. While the directory is full or missing, only workers that need it wait."""
     bulk_bytes: int = Field(1 << 30, ge=1 << 20)
     """Largest amount of shared memory for the bulk data of this process (bytes)."""
     http_host: str = "127.0.0.1"

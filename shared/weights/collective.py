@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import check_layout
@@ -261,7 +261,8 @@ class CollectiveReceiver:
         """Receive the version by taking part in its broadcast, verify its bytes, and return it.
 
         Raises:
-            WeightsError: members are missing, or one was lost; nothing is held.
+            UnreadableWeights: members are missing, or one was lost; nothing is held. TCP has the same bytes.
+            WeightsError: the received bytes are damaged.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -272,7 +273,7 @@ class CollectiveReceiver:
             self._enter(offer).broadcast(buffer)
         except (RuntimeError, WeightsError) as error:  # not reused: a receive may still write to buffer
             self._leave()
-            raise WeightsError(f"version {manifest.version} by {offer.kind}: {_line(error)}") from None
+            raise UnreadableWeights(f"version {manifest.version} by {offer.kind}: {_line(error)}") from None
         return LocalStaged(manifest, buffer, layout, self._pool, Way(offer.kind, layout.nbytes))
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import threading
@@ -24,7 +25,7 @@ import msgspec
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import DeadlineError, NotFound, Unavailable, WeightsError
+from penstock.shared.errors import DeadlineError, NotFound, Unavailable, UnreadableWeights, WeightsError
 from penstock.shared.protocol.subjects import token
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_segment import LockedFile, Owner, Segment, sweep
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 SLOTS, MAX_SLOTS = 2, 3
 ROOM_S = 1.0
 """Longest wait for a slot without readers (seconds); afterwards only the other transports publish the version."""
+NAME_S = 30.0
+"""Time after which the processes that map the memory of a closed publisher are logged (seconds)."""
 _POLL_S = 0.05
 
 
@@ -216,8 +219,15 @@ def _freed(mapped: LockedFile, buffers: list[DeviceBuffer]) -> bool:
 
 
 def _free(mapped: LockedFile, buffers: list[DeviceBuffer]) -> None:
-    """Free device memory once no receiver maps it."""
+    """Free device memory once no receiver maps it. There is no deadline, because reads of freed memory are undefined,
+    but the processes that map it are logged."""
+    name_at = time.monotonic() + NAME_S
     while not _freed(mapped, buffers):
+        if time.monotonic() > name_at:
+            pids = ", ".join(map(str, mapped.holders())) or "outside of this pid namespace"
+            nbytes = sum(buffer.flat.nbytes for buffer in buffers)
+            logger.warning("%d bytes of a GPU stay allocated: process %s still maps them", nbytes, pids)
+            name_at = math.inf
         time.sleep(_POLL_S)
 
 
@@ -289,7 +299,7 @@ class CudaIpcReceiver:
         if handle.boot != _boot_id():
             raise WeightsError(f"{what} was made before host '{self._host}' booted")
         if handle.device not in self._memory.reachable:
-            raise WeightsError(f"{what}: GPU {self._memory.device} cannot read memory of GPU {handle.device}")
+            raise UnreadableWeights(f"{what}: GPU {self._memory.device} cannot read memory of GPU {handle.device}")
         with self._lock:
             try:
                 mapped = self._publisher(manifest.job, handle.owner)

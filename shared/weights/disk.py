@@ -14,16 +14,14 @@ from typing import Any
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import ConfigError, WeightsError
+from penstock.shared.errors import ConfigError, UnreadableWeights, WeightsError
 from penstock.shared.protocol.subjects import token
 from penstock.shared.protocol.weights import ALIGN, Layout, SlotRef, WeightManifest
 from penstock.shared.weights.base import Way
-from penstock.shared.weights.flat import check_layout, fill, view
+from penstock.shared.weights.flat import check_layout, fill
 from penstock.shared.weights.local import BufferPool, LocalStaged
 
 __all__ = ["DiskPublisher", "DiskReceiver", "remove_files", "weights_directory"]
@@ -31,6 +29,11 @@ __all__ = ["DiskPublisher", "DiskReceiver", "remove_files", "weights_directory"]
 logger = logging.getLogger(__name__)
 
 _EPOCH_DIGITS = 8
+_DTYPES = {
+    "float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32", "uint8": "U8",
+    "bool": "BOOL", "float64": "F64",
+}  # fmt: skip
+"""Names of dtypes in the format of safetensors."""
 
 
 def weights_directory(settings: ServiceSettings, job: str) -> Path:
@@ -69,12 +72,11 @@ class DiskPublisher:
             digest = fill(buffer, self._layout, tensors)
             path = self._directory / _name(version, epoch)
             try:
-                _write(
-                    path, view(buffer, self._layout), {"job": self._job, "version": str(version), "epoch": str(epoch)}
-                )
+                self._remove_unfinished(epoch)  # first: they may be what fills the file system
+                _write(path, buffer, self._layout, {"job": self._job, "version": str(version), "epoch": str(epoch)})
                 ref = SlotRef("disk", self._host, f"{self._directory.name}/{path.name}", path.stat().st_size)
-                self._forget_old(epoch, keep)
-            except (OSError, SafetensorError) as error:
+                self._forget_old(keep)
+            except OSError as error:
                 raise WeightsError(
                     f"cannot write version {version} to {self._directory} (PENSTOCK_WEIGHT_DISK): {error}"
                 ) from None
@@ -97,12 +99,15 @@ class DiskPublisher:
         """Free the buffer; the files stay."""
         self._pool.clear()
 
-    def _forget_old(self, epoch: int, keep: WeightManifest | None) -> None:
-        """Remove all but the newest files and the file of ``keep``; remove unfinished files up to ``epoch``."""
-        kept = "" if keep is None else _name(keep.version, keep.epoch)
-        for path in self._directory.glob("*.tmp"):
+    def _remove_unfinished(self, epoch: int) -> None:
+        """Remove what trainers up to ``epoch`` did not finish; a trainer with a higher epoch may still write."""
+        for path in self._directory.glob("[0-9]" * _EPOCH_DIGITS + "-*.tmp"):
             if path.name[:_EPOCH_DIGITS] <= f"{epoch:0{_EPOCH_DIGITS}d}":
                 path.unlink(missing_ok=True)
+
+    def _forget_old(self, keep: WeightManifest | None) -> None:
+        """Remove all but the newest files and that of ``keep``."""
+        kept = "" if keep is None else _name(keep.version, keep.epoch)
         for path in sorted(self._directory.glob("*.safetensors"))[: -self._keep]:
             if path.name != kept:
                 path.unlink(missing_ok=True)
@@ -123,7 +128,8 @@ class DiskReceiver:
         """Read a file into memory, verify it, and return the version.
 
         Raises:
-            WeightsError: the file is missing, has other tensors, or is damaged.
+            WeightsError: the file was removed, has other tensors, or is damaged.
+            UnreadableWeights: the directory is not the publisher's, or cannot be read.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -136,7 +142,8 @@ class DiskReceiver:
         except (OSError, WeightsError) as error:
             self._pool.give(buffer)
             hint = "; PENSTOCK_WEIGHT_DISK must be the trainer's directory" if isinstance(error, OSError) else ""
-            raise WeightsError(f"version {manifest.version} in {path}: {error}{hint}") from None
+            kind = UnreadableWeights if _is_elsewhere(error, path) else WeightsError
+            raise kind(f"version {manifest.version} in {path}: {error}{hint}") from None
         return LocalStaged(manifest, buffer, layout, self._pool, Way("disk"))
 
     def close(self) -> None:
@@ -150,7 +157,7 @@ def remove_files(settings: ServiceSettings, job: str) -> None:
         return
     directory = weights_directory(settings, job)
     try:
-        for pattern in ("*.safetensors", "*.tmp", ".tmp*"):  # safetensors writes to a file named .tmp… first
+        for pattern in ("*.safetensors", "*.tmp"):
             for path in directory.glob(pattern):
                 path.unlink(missing_ok=True)
     except OSError as error:
@@ -163,17 +170,37 @@ def _name(version: int, epoch: int) -> str:
     return f"{epoch:0{_EPOCH_DIGITS}d}-{version:08d}.safetensors"
 
 
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def _write(path: Path, buffer: NDArray[np.uint8], layout: Layout, metadata: dict[str, str]) -> None:
+    """Write the tensors of ``buffer``, uint8 [layout.nbytes], to a file in the format of safetensors.
+
+    Its own library first writes to a file whose random name does not say which trainer left it unfinished.
+    """
     path.parent.mkdir(exist_ok=True)  # its parent must exist: below a missing mount nobody else would see the files
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        save_file(tensors, temporary, metadata=metadata)
-        temporary.chmod(0o666 & ~_umask())
-        _sync(temporary)
+        with temporary.open("wb") as file:
+            file.write(_header(layout, metadata))
+            for spec in layout.tensors:
+                file.write(buffer[spec.offset : spec.offset + spec.nbytes].data)
+            file.flush()
+            os.fsync(file.fileno())
         temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+def _header(layout: Layout, metadata: dict[str, str]) -> bytes:
+    """Return the beginning of a safetensors file: the length of a table, and the table in JSON, padded with spaces."""
+    table: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for spec in layout.tensors:
+        end = begin + spec.nbytes
+        table[spec.name] = {"dtype": _DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": (begin, end)}
+        begin = end
+    encoded = msgspec.json.encode(table)
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def _read(path: Path, buffer: NDArray[np.uint8], layout: Layout) -> None:
@@ -206,6 +233,13 @@ def _read(path: Path, buffer: NDArray[np.uint8], layout: Layout) -> None:
             buffer[after : after + -after % ALIGN] = 0
 
 
+def _is_elsewhere(error: Exception, path: Path) -> bool:
+    """Return True for an error of the directory itself: it is not the publisher's, or refuses to be read."""
+    if isinstance(error, FileNotFoundError):
+        return not path.parent.is_dir()  # a publisher makes it before the first file
+    return isinstance(error, OSError)
+
+
 def _take(file: FileIO, target: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Fill ``target``, uint8 [bytes], from a file, and return it. Raises WeightsError if the file is too short."""
     left = target.data
@@ -215,12 +249,6 @@ def _take(file: FileIO, target: NDArray[np.uint8]) -> NDArray[np.uint8]:
             raise WeightsError("the file is cut off")
         left = left[count:]
     return target
-
-
-def _umask() -> int:
-    """Return the umask of this process, read from /proc, because ``os.umask`` would change it."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("Umask:")), 8)
 
 
 def _sync(path: Path) -> None:

@@ -15,7 +15,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import ALIGN, Layout, TensorSpec, make_layout
 
 __all__ = ["check_layout", "digest_of", "digest_of_tensors", "fill", "layout_of", "place", "view"]
@@ -63,11 +63,11 @@ def check_layout(layout: Layout, expected: Layout | None) -> Layout:
     """Check that a layout is safe to index memory with, and return it.
 
     Raises:
-        WeightsError: it differs from ``expected``, or its table is inconsistent.
+        UnreadableWeights: it differs from ``expected``, or its table is inconsistent.
     """
     if expected is not None:
         if layout.id != expected.id or layout.nbytes != expected.nbytes:
-            raise WeightsError(
+            raise UnreadableWeights(
                 f"layout {layout.id} ({len(layout.tensors)} tensors, {layout.nbytes} bytes) is not this engine's "
                 f"{expected.id} ({len(expected.tensors)} tensors, {expected.nbytes} bytes): another model or dtype"
             )
@@ -75,9 +75,9 @@ def check_layout(layout: Layout, expected: Layout | None) -> Layout:
     try:
         derived = make_layout((spec.name, spec.dtype, spec.shape) for spec in layout.tensors)
     except KeyError as error:
-        raise WeightsError(f"layout {layout.id} has a tensor of unknown dtype {error}") from None
+        raise UnreadableWeights(f"layout {layout.id} has a tensor of unknown dtype {error}") from None
     if derived != layout or any(size < 0 for spec in layout.tensors for size in spec.shape):
-        raise WeightsError(f"layout {layout.id} contradicts itself")
+        raise UnreadableWeights(f"layout {layout.id} contradicts itself")
     return derived
 
 

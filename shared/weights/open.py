@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -9,7 +10,7 @@ import msgspec
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import ConfigError, WeightsError
+from penstock.shared.errors import ConfigError, UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest, WeightRoutes
 from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
 from penstock.shared.weights.collective import CollectiveReceiver
@@ -22,6 +23,8 @@ from penstock.shared.weights.tcp import TcpReceiver
 
 __all__ = ["Publisher", "Receiver", "cleanup", "open_publisher", "open_receiver"]
 
+logger = logging.getLogger(__name__)
+
 Transport = Literal["shm", "disk"]
 
 
@@ -31,6 +34,7 @@ class Publisher:
     Args:
         devices: unique ids of the GPUs in whose memory the transports publish.
         slots: reader of the slots of the first transport; required if there are several.
+        behind: publisher that the first transport uses for processes that it does not reach itself.
     """
 
     def __init__(
@@ -38,32 +42,64 @@ class Publisher:
         publishers: Sequence[WeightPublisher],
         devices: tuple[str, ...] = (),
         slots: ShmReceiver | None = None,
+        behind: Publisher | None = None,
     ) -> None:
-        self._publishers, self.devices, self._slots = publishers, devices, slots
+        self._publishers, self.devices, self._slots, self._behind = publishers, devices, slots, behind
+        self._incomplete: tuple[WeightManifest, WeightManifest | None] | None = None
+        """Last version and its ``keep`` while only the first transport has it."""
+        self._problem = ""
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """See ``WeightPublisher``. If one transport fails, no manifest is returned.
+        """See ``WeightPublisher``. If the first transport fails, no manifest is returned; if another one fails, a
+        manifest without it.
 
         The first transport consumes the tensors one at a time, and each tensor need only be valid until the next one is
         requested: sharded models rely on that. The others read what the first one has written.
         """
-        first, *others = self._publishers
-        manifest = first.publish(tensors, version=version, epoch=epoch, keep=keep)
+        self._incomplete, self._problem = None, ""
+        manifest = self._publishers[0].publish(tensors, version=version, epoch=epoch, keep=keep)
         if self._slots is None:
             return manifest
-        staged = self._slots.stage(manifest)
+        self._incomplete = manifest, keep
+        return msgspec.structs.replace(manifest, refs=manifest.refs + self.complete())
+
+    def complete(self) -> tuple[SlotRef, ...]:
+        """Publish the last version by the transports that have failed so far; return the new references.
+
+        If one fails again, log and keep the reason (``problem``) and return ().
+        """
+        if self._behind is not None:
+            return self._behind.complete()
+        if self._incomplete is None or self._slots is None:
+            return ()
+        (manifest, keep), others = self._incomplete, self._publishers[1:]
+        version, epoch = manifest.version, manifest.epoch
         try:
-            written = staged.tensors().items()
-            further = [each.publish(written, version=version, epoch=epoch, keep=keep) for each in others]
-        finally:
-            staged.release()
-        return msgspec.structs.replace(manifest, refs=tuple(ref for each in (manifest, *further) for ref in each.refs))
+            staged = self._slots.stage(manifest)
+            try:
+                written = staged.tensors().items()
+                further = [each.publish(written, version=version, epoch=epoch, keep=keep) for each in others]
+            finally:
+                staged.release()
+        except WeightsError as error:
+            self._problem = f"{error}; other transports have this version"
+            logger.warning("%s", self._problem)
+            return ()
+        self._incomplete, self._problem = None, ""
+        return tuple(ref for each in further for ref in each.refs)
+
+    @property
+    def problem(self) -> str:
+        """Reason why a transport lacks the last version; '' if none does."""
+        return self._problem if self._behind is None else self._behind.problem
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Current wait of ``publish``, in another thread, for a slot of shared memory: see ``SlotPool.waiting``."""
+        """Wait of ``publish`` for a slot of shared memory, in another thread; see ``SlotPool.waiting``."""
+        if self._behind is not None:
+            return self._behind.waiting
         return next((each.waiting for each in self._publishers if isinstance(each, ShmPublisher)), None)
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
@@ -123,25 +159,27 @@ class Receiver:
 
         Raises:
             WeightsError: no transport works (the message has all reasons), or the manifest is from a replaced trainer.
+            UnreadableWeights: no transport would work if the version were published again, either.
         """
         known = self._epochs.get(manifest.job, 0)
         if manifest.epoch < known:
             raise WeightsError(f"version {manifest.version} is of epoch {manifest.epoch}, epoch {known} took over")
         if self._device is not None:
             self._device.prune(manifest)
-        reasons = []
+        errors: list[WeightsError] = []
         first = [self._receivers[self._chosen]] if self._chosen in self._receivers else []
         for receiver in (*first, *(one for one in self._receivers.values() if one not in first)):
             if any(receiver.accepts(ref) for ref in manifest.refs):
                 try:
                     staged = receiver.stage(manifest)
                 except WeightsError as error:
-                    reasons.append(str(error))
+                    errors.append(error)
                 else:
                     self._epochs[manifest.job] = manifest.epoch
                     return staged
-        tried = "; ".join(reasons) or _no_transport(manifest)
-        raise WeightsError(f"cannot stage version {manifest.version} of job '{manifest.job}': {tried}")
+        tried = "; ".join(map(str, errors)) or _no_transport(manifest)
+        kind = UnreadableWeights if all(isinstance(one, UnreadableWeights) for one in errors) else WeightsError
+        raise kind(f"cannot stage version {manifest.version} of job '{manifest.job}': {tried}")
 
     def close(self) -> None:
         """Close every transport."""
@@ -175,7 +213,7 @@ def open_publisher(
     publisher = Publisher([makers[name](job, layout, settings) for name in transports], slots=slots)
     if memory is None:
         return publisher
-    return Publisher([CudaIpcPublisher(job, layout, settings, memory, publisher)], (memory.device,))
+    return Publisher([CudaIpcPublisher(job, layout, settings, memory, publisher)], (memory.device,), behind=publisher)
 
 
 def open_receiver(

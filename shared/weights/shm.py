@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import NotFound, Unavailable, WeightsError
+from penstock.shared.errors import NotFound, Unavailable, UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, map_file
 from penstock.shared.transport.bulk_server import BlobServer, ServedBlob
@@ -187,6 +187,7 @@ class ShmReceiver:
 
         Raises:
             WeightsError: the slot is missing, has another version by now, or damaged bytes. The lock is released.
+            UnreadableWeights: this user may not open the slot, or the engine has another model.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -205,8 +206,10 @@ class ShmReceiver:
         layout = check_layout(manifest.layout, self._layout)
         try:
             lock = LockedFile.open(path)
-        except (NotFound, Unavailable) as error:
+        except NotFound as error:
             raise WeightsError(f"version {manifest.version}: {error}") from None
+        except Unavailable as error:
+            raise UnreadableWeights(f"version {manifest.version}: {error}") from None
         try:
             return ShmStaged(manifest, lock, self._verified(manifest, lock, verify), layout, way)
         except BaseException:

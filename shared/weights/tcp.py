@@ -10,7 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import DeadlineError, NotFound, ProtocolError, Unavailable, WeightsError
+from penstock.shared.errors import (
+    DeadlineError,
+    NotFound,
+    ProtocolError,
+    Unavailable,
+    UnreadableWeights,
+    WeightsError,
+)
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_server import pull
 from penstock.shared.weights.base import Staged, Way
@@ -48,7 +55,8 @@ class TcpReceiver:
         """Pull and verify the version, or open the copy that another process of this host pulled; return it.
 
         Raises:
-            WeightsError: the publisher is gone or slow, or has another version in that slot by now.
+            WeightsError: the publisher has another version in that slot by now.
+            UnreadableWeights: the publisher cannot be reached, or is slow.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -89,5 +97,7 @@ class TcpReceiver:
         try:
             left_s = max(end - time.monotonic(), 0.1)
             pull(address, name, int(sequence), token, target, timeout_s=left_s, tls=self._tls, on_bytes=on_bytes)
-        except (NotFound, Unavailable, DeadlineError, ProtocolError) as error:
+        except (NotFound, ProtocolError) as error:
             raise WeightsError(f"version {manifest.version}: {error}") from None
+        except (Unavailable, DeadlineError) as error:  # a trainer that starts again publishes without being asked
+            raise UnreadableWeights(f"version {manifest.version}: {error}") from None

@@ -229,6 +229,26 @@ def test_a_publication_needs_no_slot_of_the_device(plane: Plane, monkeypatch: py
     assert value(plane.receiver(), plane.publish(5)) == 5
 
 
+def test_a_wait_for_a_slot_of_shared_memory_is_shown(plane: Plane) -> None:
+    """The device has room, but workers that read from shared memory hold its slots; the wait has the same deadline."""
+    held = []
+    for version in range(1, 5):
+        manifest = plane.publish(version)
+        held.append(LockedFile.open(plane.settings.shm_dir / manifest.refs[1].handle))
+        assert held[-1].try_shared()
+    assert plane.publisher.waiting is None
+    publishing = threading.Thread(target=plane.publish, args=(5,))
+    publishing.start()
+    while (waiting := plane.publisher.waiting) is None:
+        assert publishing.is_alive()
+        time.sleep(0.01)
+    for lock in held:
+        lock.close()
+    publishing.join(60)
+    assert waiting[0].startswith(f"a weight slot: all 4 are in use, by process {os.getpid()}")
+    assert (publishing.is_alive(), plane.publisher.waiting) == (False, None)
+
+
 def test_a_publication_needs_no_room_on_the_device(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(nbytes: int) -> DeviceBuffer:
         raise Unavailable(f"GPU-0 cannot export {nbytes} bytes")
@@ -296,13 +316,20 @@ def test_the_death_of_the_publisher_is_named(plane: Plane, spawn: Callable[..., 
     assert value(receiver, plane.publisher.publish(weights(3), version=2, epoch=2)) == 3
 
 
-def test_memory_stays_while_a_receiver_maps_it(plane: Plane) -> None:
+def test_memory_stays_while_a_receiver_maps_it(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cuda_ipc, "NAME_S", 0.1)
     receiver, manifest = plane.receiver(), plane.publish(1)
     receiver.stage(manifest)
     plane.publish(2)
     plane.publisher.close()
     files = sorted(plane.memory.directory.iterdir())
     assert len(files) == 2
+    deadline = time.monotonic() + 30
+    while f"bytes of a GPU stay allocated: process {os.getpid()} still maps them" not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     with pytest.raises(WeightsError, match="the process that published it ended"):
         receiver.stage(manifest)  # and unmaps
     deadline = time.monotonic() + 30

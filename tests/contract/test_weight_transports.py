@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import Layout, WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET
 from penstock.shared.weights import WeightReceiver, cleanup, layout_of, open_publisher, open_receiver
@@ -266,16 +271,16 @@ def test_open_receiver_prefers_the_slot_and_falls_back(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> ServiceSettings:
+def shared(tmp_path: Path) -> ServiceSettings:
     tmp_path.joinpath("disk").mkdir()
     return ServiceSettings(host_id="a", shm_dir=tmp_path, weight_disk=tmp_path / "disk")
 
 
-def test_only_the_newest_files_and_the_served_one_stay_on_disk(disk: ServiceSettings, tmp_path: Path) -> None:
+def test_only_the_newest_files_and_the_served_one_stay_on_disk(shared: ServiceSettings, tmp_path: Path) -> None:
     """Files of replaced trainers go, too, also those that they did not finish; a newer trainer's do not."""
     layout, folder, served = layout_of(weights(0).items()), tmp_path / "disk" / "job_a", None
     for epoch in (1, 2):
-        publisher = open_publisher("job_a", layout, disk, transports=("disk",))
+        publisher = open_publisher("job_a", layout, shared, transports=("disk",))
         for version in range(1, 5):
             manifest = publisher.publish(weights(version).items(), version=version, epoch=epoch, keep=served)
             served = served or manifest
@@ -283,7 +288,7 @@ def test_only_the_newest_files_and_the_served_one_stay_on_disk(disk: ServiceSett
         publisher.close()
         for name in ("00000001-00000005.7.tmp", "00000003-00000001.7.tmp"):
             folder.joinpath(name).write_bytes(b"partial")
-    manifest = open_publisher("job_a", layout, disk, transports=("disk",)).publish(
+    manifest = open_publisher("job_a", layout, shared, transports=("disk",)).publish(
         weights(5).items(), version=5, epoch=2, keep=served
     )
     names = sorted(path.name for path in folder.iterdir())
@@ -293,26 +298,25 @@ def test_only_the_newest_files_and_the_served_one_stay_on_disk(disk: ServiceSett
     ]  # fmt: skip
     assert served is not None
     for kept in (served, manifest):
-        assert_equal(DiskReceiver(disk, layout).stage(kept).tensors(), weights(kept.version))
+        assert_equal(DiskReceiver(shared, layout).stage(kept).tensors(), weights(kept.version))
 
 
-def test_files_have_the_mode_of_the_umask_and_strange_ones_stay(disk: ServiceSettings, tmp_path: Path) -> None:
+def test_files_have_the_mode_of_the_umask_and_strange_ones_stay(shared: ServiceSettings, tmp_path: Path) -> None:
     layout, folder = layout_of(weights(0).items()), tmp_path / "disk" / "job_a"
     before = os.umask(0o027)
     try:
-        open_publisher("job_a", layout, disk, transports=("disk",)).publish(weights(1).items(), version=1, epoch=1)
+        open_publisher("job_a", layout, shared, transports=("disk",)).publish(weights(1).items(), version=1, epoch=1)
     finally:
         os.umask(before)
     assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o640]
-    folder.joinpath(".tmpAbC").write_bytes(b"partial")
     folder.joinpath(".nfs01.tmp").mkdir()  # cannot be unlinked, like a file of NFS that is still open
-    cleanup("job_a", disk)
+    cleanup("job_a", shared)
     assert ".nfs01.tmp" in {path.name for path in folder.iterdir()}
 
 
-def test_a_file_that_is_cut_off_is_refused(disk: ServiceSettings, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_refused(shared: ServiceSettings, tmp_path: Path) -> None:
     layout = layout_of(weights(0).items())
-    manifest = open_publisher("job_a", layout, disk, transports=("disk",)).publish(
+    manifest = open_publisher("job_a", layout, shared, transports=("disk",)).publish(
         weights(1).items(), version=1, epoch=1
     )
     path = tmp_path / "disk" / manifest.refs[0].handle
@@ -320,19 +324,87 @@ def test_a_file_that_is_cut_off_is_refused(disk: ServiceSettings, tmp_path: Path
     for size in (0, 7, 8, 100, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(WeightsError, match=r"version 1 .*(cut off|damaged)"):
-            DiskReceiver(disk, layout).stage(manifest)
+            DiskReceiver(shared, layout).stage(manifest)
     path.write_bytes(whole)
-    assert_equal(DiskReceiver(disk, layout).stage(manifest).tensors(), weights(1))
+    assert_equal(DiskReceiver(shared, layout).stage(manifest).tensors(), weights(1))
 
 
-def test_a_missing_shared_directory_is_not_created(disk: ServiceSettings, tmp_path: Path) -> None:
+def test_a_missing_shared_directory_is_not_created(shared: ServiceSettings, tmp_path: Path) -> None:
     """Below a missing mount no other host would see the files."""
     tmp_path.joinpath("disk").rmdir()
-    publisher = open_publisher("job_a", layout_of(weights(0).items()), disk)
+    publisher = open_publisher("job_a", layout_of(weights(0).items()), shared, transports=("disk",))
     with pytest.raises(WeightsError, match=r"cannot write version 1 .*\(PENSTOCK_WEIGHT_DISK\): .*No such file"):
         publisher.publish(weights(1).items(), version=1, epoch=1)
     publisher.close()
     assert not tmp_path.joinpath("disk").exists()
+
+
+def test_a_full_shared_directory_stops_no_other_transport(
+    shared: ServiceSettings, tmp_path: Path, disk: Callable[..., Path], fill: Callable[[Path], Path]
+) -> None:
+    """Once there is room, the same version is written there, too."""
+    share = disk(16, tmp_path / "share")
+    near = shared.model_copy(update={"weight_disk": share})
+    far = near.model_copy(update={"host_id": "b"})
+    publisher = open_publisher("job_a", layout_of(weights(0).items()), near)
+    publisher.publish(weights(1).items(), version=1, epoch=1)
+    ballast = fill(share)
+    manifest = publisher.publish(weights(2).items(), version=2, epoch=1)
+    assert [ref.transport for ref in manifest.refs] == ["shm"]
+    assert re.search(r"cannot write version 2 .*\(PENSTOCK_WEIGHT_DISK\): .*No space left", publisher.problem)
+    assert publisher.complete() == ()
+    assert_equal(open_receiver(near).stage(manifest).tensors(), weights(2))
+    with pytest.raises(UnreadableWeights, match="this worker can use none of it"):
+        open_receiver(far).stage(manifest)
+    assert [path.name for path in share.joinpath("job_a").iterdir()] == ["00000001-00000001.safetensors"]
+    ballast.unlink()
+    (ref,) = publisher.complete()
+    assert (publisher.problem, publisher.complete()) == ("", ())
+    staged = open_receiver(far).stage(msgspec.structs.replace(manifest, refs=(*manifest.refs, ref)))
+    assert_equal(staged.tensors(), weights(2))
+    publisher.close()
+
+
+DIES_WHILE_IT_WRITES = """
+import os, signal, sys, torch
+from pathlib import Path
+from penstock.shared.config import ServiceSettings
+from penstock.shared.weights import layout_of, open_publisher
+os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+weights = {"w": torch.zeros(900_000)}
+settings = ServiceSettings(host_id="a", shm_dir=Path(sys.argv[1]), weight_disk=Path(sys.argv[1]))
+publisher = open_publisher("job_a", layout_of(weights.items()), settings, transports=("disk",))
+publisher.publish(weights.items(), version=1, epoch=int(sys.argv[2]))
+"""
+
+
+@pytest.mark.long
+def test_the_unfinished_file_of_a_killed_trainer_makes_room_for_its_successor(
+    shared: ServiceSettings, tmp_path: Path, disk: Callable[..., Path]
+) -> None:
+    """Two unfinished files and a version do not fit. The file of a trainer with a higher epoch stays."""
+    share = disk(9, tmp_path / "share")
+    for epoch in (3, 1):
+        command = [sys.executable, "-c", DIES_WHILE_IT_WRITES, str(share), str(epoch)]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    left = sorted(path.name for path in share.joinpath("job_a").iterdir())
+    assert [name.partition(".")[0] for name in left] == ["00000001-00000001", "00000003-00000001"]
+    near = shared.model_copy(update={"weight_disk": share})
+    publisher = open_publisher("job_a", layout_of(weights(0).items()), near, transports=("disk",))
+    manifest = publisher.publish(weights(1).items(), version=1, epoch=2)
+    assert sorted(path.name for path in share.joinpath("job_a").iterdir()) == ["00000002-00000001.safetensors", left[1]]
+    assert_equal(DiskReceiver(near).stage(manifest).tensors(), weights(1))
+    publisher.close()
+
+
+def test_weight_files_can_be_read_by_the_library_of_safetensors(shared: ServiceSettings, tmp_path: Path) -> None:
+    publisher = open_publisher("job_a", layout_of(weights(0).items()), shared, transports=("disk",))
+    path = tmp_path / "disk" / publisher.publish(weights(1).items(), version=1, epoch=2).refs[0].handle
+    with safe_open(path, "pt") as file:
+        assert file.metadata() == {"job": "job_a", "version": "1", "epoch": "2"}
+        read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert_equal({name: read[name] for name in weights(1)}, weights(1))
+    assert len(read) == len(weights(1))
 
 
 def test_receiver_refuses_the_epoch_of_a_replaced_trainer(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ FOCUSED = """() => {
   const one = document.activeElement;
   const [style, box] = [getComputedStyle(one), one.getBoundingClientRect()];
   return {
-    name: one.getAttribute("aria-label") ?? one.labels?.[0]?.firstElementChild?.textContent ?? one.textContent.trim(),
+    name: one.getAttribute("aria-label") ?? one.labels?.[0]?.firstElementChild?.textContent ??
+      one.labels?.[0]?.textContent ?? one.textContent.trim(),
     outlined: one.matches(":focus-visible") && style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2,
     seen: box.width > 0 && box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth,
   };
@@ -132,6 +133,49 @@ def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     expect(page.get_by_role("dialog")).to_have_count(0)
     assert page.evaluate(FOCUSED) == {"name": opener, "outlined": True, "seen": True}
     assert {row.id for row in stack.client.list()} == jobs, "a dialog that was left does nothing"
+
+
+@pytest.mark.long
+def test_the_keyboard_is_enough_to_filter_jobs_and_to_submit_one(
+    stack: Any, page: Page, enter: Any, used: str, compared: str
+) -> None:
+    """The test sets no focus by a script; it edits the job file with the keys of an editor."""
+    enter(page, stack)
+    page.get_by_role("link", name="compared", exact=True).wait_for()
+    walk(page, "Search")
+    page.keyboard.type("compar")
+    expect(page.get_by_role("link", name="used", exact=True)).to_have_count(0)
+    walk(page, "State")
+    page.keyboard.type("can")  # the option `cancelled`
+    expect(page.get_by_role("link", name="compared", exact=True)).to_have_count(0)
+    walk(page, "Clear")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="used", exact=True).wait_for()
+    walk(page, "Submit a job")
+    page.keyboard.press("Enter")
+    page.get_by_label("Job file").wait_for()
+
+    walk(page, "Job file")
+    page.keyboard.press("Control+Home")
+    page.keyboard.press("Shift+End")
+    page.keyboard.type("nam: typed")
+    walk(page, "Dry run")
+    page.keyboard.press("Enter")
+    page.get_by_text(re.compile("name.*required")).wait_for()
+    walk(page, "Job file", back=True)
+    page.keyboard.press("Control+Home")
+    page.keyboard.press("Shift+End")
+    page.keyboard.type("name: typed\nlimits: {byte_budget: 33554432}")  # fits the small streams of the tests
+    walk(page, "Dry run")
+    page.keyboard.press("Enter")
+    page.get_by_text("The job file is valid.").wait_for()
+    walk(page, "Submit")
+    page.keyboard.press("Enter")
+    page.wait_for_url(re.compile("#/jobs/job_"))
+    job = page.url.rsplit("/", 1)[1]
+    assert stack.client.get(job).name == "typed"
+    stack.client.cancel(job, checkpoint=False)
+    assert stack.finish(job).status.phase == "cancelled"
 
 
 def shares_of_lag(stack: Any, job: str, newest: int) -> list[float]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
-from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.protocol.messages import Ack, Heartbeat
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.transport.bus import Bus
@@ -289,6 +290,89 @@ async def test_a_worker_that_no_transport_reaches_names_the_settings(
             assert "PENSTOCK_WEIGHT_DISK at trainer and worker" in text
             assert "shm on host 'a'" in text
         assert follower.version == -1
+
+
+@asynccontextmanager
+async def asked(bus: Bus) -> AsyncIterator[list[tuple[float, WeightManifest]]]:
+    """Answer requests to publish again, as a trainer does, and record them with their times."""
+    requests: list[tuple[float, WeightManifest]] = []
+
+    async def answer(data: bytes) -> bytes:
+        requests.append((time.monotonic(), unpack(data, WeightManifest)[0]))
+        return pack(Ack(ok=True), job=JOB)
+
+    server = await bus.serve(subjects.lost_weights(JOB), answer)
+    try:
+        yield requests
+    finally:
+        await server.close(0.5)
+
+
+def attempts(follower: PolicyFollower) -> list[float]:
+    """Return a list that gets the time of each later attempt to stage a version."""
+    times, stage = list[float](), follower._receiver.stage
+
+    def timed(manifest: WeightManifest) -> Any:
+        times.append(time.monotonic())
+        return stage(manifest)
+
+    follower._receiver.stage = timed  # type: ignore[method-assign]
+    return times
+
+
+@pytest.mark.parametrize("mount", ["missing", "elsewhere", "broken"])
+async def test_no_version_is_asked_for_that_a_worker_could_not_read_either(
+    bus: Bus,
+    hosts: tuple[ServiceSettings, ServiceSettings],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mount: str,
+) -> None:
+    """The shared directory is not the trainer's on this host, or cannot be read. The worker tries ever more rarely, and
+    needs no new version once the directory is right."""
+    monkeypatch.setattr("penstock.services.rollout.policy.RETRY_S", 0.01)
+    monkeypatch.setattr("penstock.services.rollout.policy.UNREADABLE_S", (0.02, 0.3))
+    right, wrong, way = tmp_path / "disk", tmp_path / "wrong", tmp_path / "way"
+    if mount != "missing":
+        wrong.mkdir()
+    if mount == "broken":  # a link to itself: an error that even root gets
+        wrong.joinpath("job_follow").symlink_to("job_follow")
+    way.symlink_to(wrong)
+    far, near = (one.model_copy(update={"weight_disk": path}) for one, path in zip(hosts, (right, way), strict=True))
+    async with asked(bus) as requests, following(bus, near, trainer_settings=far) as (follower, trainer):
+        times = attempts(follower)
+        await trainer.show(1, epoch=1)
+        async with asyncio.timeout(60):
+            while len(times) < 7:
+                await asyncio.sleep(0.01)
+        assert requests == []
+        gaps = [after - before for before, after in pairwise(times)]
+        assert all(gap >= wait for gap, wait in zip(gaps, (0.02, 0.04, 0.08, 0.16, 0.3, 0.3), strict=True)), gaps
+        members, clock = beating(follower, far, near), time.monotonic()
+        (wait,) = worker_waits(JOB, members, clock, time.time(), ("trainer", "rollout"))
+        assert "PENSTOCK_WEIGHT_DISK must be the trainer's directory" in wait["waiting_for"]
+        way.unlink()
+        way.symlink_to(right)
+        await reach(follower, 1, 1)
+        assert (follower.status()["transport"], requests) == ("disk", [])
+
+
+async def test_a_version_whose_slots_were_removed_is_asked_for_ever_more_rarely(
+    bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.services.rollout.policy.RETRY_S", 0.01)
+    async with asked(bus) as requests, following(bus, settings) as (follower, trainer):
+        times = attempts(follower)
+        lost = trainer.publish(1, epoch=1)
+        cleanup(JOB, settings)
+        await trainer.announce(lost)
+        async with asyncio.timeout(60):
+            while len(requests) < 3:
+                await asyncio.sleep(0.01)
+        assert {(one.version, one.digest) for _, one in requests} == {(1, lost.digest)}
+        assert [sum(each < at for each in times) for at, _ in requests[:3]] == [4, 4 + 8, 4 + 8 + 16]
+        await trainer.show(1, epoch=1)
+        await reach(follower, 1, 1)
 
 
 async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, settings: ServiceSettings) -> None:

@@ -36,6 +36,7 @@ from penstock.shared.protocol.trajectory import Group, encode_group
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
+from penstock.shared.weights import open_receiver
 
 JOB = "job_1"
 CONFIG = JobConfig.parse(
@@ -74,8 +75,9 @@ async def test_a_halted_job_waits_for_a_bus_that_is_away(nats_server: NatsServer
     assert not await is_wanted(bus, JOB)
 
 
-def session_of(bus: Bus, directory: Path) -> TrainerSession:
-    return TrainerSession(bus, ServiceSettings(data_dir=directory, shm_dir=directory), JOB, CONFIG)
+def session_of(bus: Bus, directory: Path, weight_disk: Path | None = None) -> TrainerSession:
+    settings = ServiceSettings(data_dir=directory, shm_dir=directory, weight_disk=weight_disk)
+    return TrainerSession(bus, settings, JOB, CONFIG)
 
 
 async def test_commands_of_a_fenced_coordinator_are_refused(bus: Bus, tmp_path: Path) -> None:
@@ -200,10 +202,12 @@ class Leader:
 
 
 @asynccontextmanager
-async def training(bus: Bus, directory: Path, leader: Leader) -> AsyncIterator[TrainerSession]:
+async def training(
+    bus: Bus, directory: Path, leader: Leader, weight_disk: Path | None = None
+) -> AsyncIterator[TrainerSession]:
     """Run a session until it has trained batch 1 and reports it."""
     await leader.seal()
-    session = session_of(bus, directory)
+    session = session_of(bus, directory, weight_disk)
     async with await bus.serve(subjects.report(JOB), leader.answer, max_concurrent=4):
         running = asyncio.create_task(session.run())
         try:
@@ -285,3 +289,34 @@ async def test_weights_whose_segment_is_gone_are_published_again_for_a_new_worke
         assert leader.count("hello") == 1, "the trainer continues without a restart"
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+@pytest.mark.long
+async def test_a_version_is_also_written_to_a_shared_directory_that_comes_later(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other workers have the version meanwhile. No later one comes if all others wait for the directory."""
+    monkeypatch.setattr("penstock.services.trainer.session.COMPLETE_S", 0.05)
+    leader, disk = Leader(bus), tmp_path / "disk"
+    leader.recorded.set()
+    async with training(bus, tmp_path, leader, disk) as session, asyncio.timeout(60):
+        while await leader.shown() != (1, session.progress.digest):
+            await asyncio.sleep(0.01)
+        problem = str(session.status()["problem"])
+        assert "cannot write version 1" in problem
+        assert "PENSTOCK_WEIGHT_DISK" in problem
+        disk.mkdir()
+        while "problem" in session.status():
+            await asyncio.sleep(0.01)
+        far = open_receiver(ServiceSettings(host_id="far", data_dir=tmp_path, shm_dir=tmp_path, weight_disk=disk))
+        while True:
+            entry = await bus.kv(subjects.MANIFESTS).get(JOB)
+            assert entry is not None
+            assert entry.value is not None
+            manifest, _ = unpack(entry.value, WeightManifest)
+            if len(manifest.refs) == 2:
+                break
+            await asyncio.sleep(0.01)
+        assert (manifest.version, manifest.digest) == (1, session.progress.digest)
+        assert far.stage(manifest).way.transport == "disk"
+        assert leader.count("hello") == 1, "the trainer continues without a restart"

@@ -27,7 +27,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from penstock.services.rollout.engines.remote import checkpoint_tensors
 from penstock.services.rollout.engines.vllm.workers import BACKEND, OWNER, StageReply, StageRequest
 from penstock.shared.config.service import load_settings
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import UnreadableWeights, WeightsError
 from penstock.shared.weights import Staged, open_receiver
 from penstock.shared.weights.open import Receiver
 
@@ -68,7 +68,7 @@ class _Slots:
             return None
         error = opening.exception()
         if error is not None:
-            return StageReply(error=str(error) or repr(error))
+            return StageReply(error=str(error) or repr(error), unreadable=isinstance(error, UnreadableWeights))
         self.staged = opening.result()
         return StageReply(self.staged.way)
 

@@ -20,7 +20,7 @@ import msgspec
 from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.shared.config.rollout import VllmConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, Unavailable, WeightsError
+from penstock.shared.errors import ConfigError, Unavailable, UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.weights import Way
 
@@ -63,10 +63,14 @@ class StageRequest(msgspec.Struct, frozen=True):
 
 
 class StageReply(msgspec.Struct, frozen=True):
-    """Result of a ``StageRequest``: the ``way`` by which the version was received, or a non-empty ``error``."""
+    """Result of a ``StageRequest``: the ``way`` by which the version was received, or a non-empty ``error``.
+
+    ``unreadable``: the error is ``UnreadableWeights``.
+    """
 
     way: Way | None = None
     error: str = ""
+    unreadable: bool = False
 
 
 class SlotWorkers:
@@ -84,7 +88,8 @@ class SlotWorkers:
         """Open a version in every worker process; returns the transport and the sum of fetched bytes.
 
         Raises:
-            WeightsError: a process cannot open it, or not within ``STAGE_S``.
+            WeightsError: a process cannot open it, or not within ``STAGE_S`` (UnreadableWeights: nor if it is
+                published again).
         """
         request = msgspec.msgpack.encode(StageRequest(manifest, routes, self._settings))
         await self._call("penstock_stage", base64.b64encode(request).decode())
@@ -94,9 +99,10 @@ class SlotWorkers:
                 raise WeightsError(f"version {manifest.version} was not opened by vLLM's processes in {STAGE_S:g} s")
             await asyncio.sleep(_POLL_S)
         replies = [msgspec.convert(answer, StageReply) for answer in answers]
-        if failed := [reply.error for reply in replies if reply.error]:
+        if failed := [reply for reply in replies if reply.error]:
             await self.release()
-            raise WeightsError(failed[0])
+            kind = UnreadableWeights if all(reply.unreadable for reply in failed) else WeightsError
+            raise kind(failed[0].error)
         ways = [reply.way for reply in replies if reply.way is not None]
         return Way(ways[0].transport, sum(way.fetched_bytes for way in ways))
 
