@@ -25,6 +25,7 @@ def counted_by_the_leader() -> set[str]:
     header = GroupHeader(
         draw=Draw(0), attempt="a", epoch=1, digest="d", nbytes=1, prompt_tokens=1, lengths=[1], rewards=[0.0],
         failed=[True], truncated=[False], finite=True, min_version=0, max_version=0, worker="w",
+        succeeded=[False],
     )  # fmt: skip
     tally = Tally(1, ["addition"])
     tally.begin(0.0, {})
@@ -45,7 +46,7 @@ def test_a_report_of_a_text_learner_has_all_followed_metrics(
 ) -> None:
     report = Learner(make_config()).update(BatchShard.whole(batch), update_index=0)
     lacking = OF_THE_TRAINER - report.keys()
-    assert lacking == {"success/rate", *GRADIENTS} - {"optimizer/grad_norm"}
+    assert lacking == {*GRADIENTS} - {"optimizer/grad_norm"}
     assert {"reward/min", "reward/max", "optimizer/steps"} <= report.keys()
 
 
