@@ -32,8 +32,10 @@ ASK_AFTER, MAX_ASK_AFTER = 4, 120
 """Number of failed attempts to open a version before its trainer is asked to publish it again; it doubles with each
 answered request, up to the second number."""
 ASK_DEADLINE_S = 2.0
-UNREADABLE_S = 2.0, 60.0
+UNREADABLE_S = 0.5, 5.0
 """First and longest wait between attempts to read a version by transports that this worker cannot use (seconds)."""
+UNREADABLE_ASK_S = 60.0, 600.0
+"""First and longest time between requests to publish such a version again (seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +120,15 @@ class PolicyFollower:
         """Load a manifest's version, or a newer one.
 
         If its weights stay lost, ask the trainer to publish it again. If this worker can use no transport of the
-        version, that would not help, and would cost the job a restart if it trains an adapter: then only try again,
-        ever more rarely.
+        version, that hardly helps, and costs a job that trains an adapter a restart: then ask much more rarely.
         """
+        clock = asyncio.get_running_loop().time
         tries, ask_after, (wait_s, longest_s) = 0, ASK_AFTER, UNREADABLE_S
+        since, (ask_s, longest_ask_s) = clock(), UNREADABLE_ASK_S
         while not self._outdated(manifest) and not await self._update(manifest):
             if isinstance(self._unstaged, UnreadableWeights):
+                if clock() - since >= ask_s and await self._request_again(manifest):
+                    since, ask_s = clock(), min(2 * ask_s, longest_ask_s)
                 before, manifest = manifest, await self._changed_within(manifest, wait_s)
                 wait_s = min(2 * wait_s, longest_s) if manifest == before else UNREADABLE_S[0]
                 continue

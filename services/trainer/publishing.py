@@ -137,6 +137,7 @@ class Publishing:
         """
         self._closed = True
         with self._writing:
+            self.problem = None
             for publisher in (self._publisher, self._base_publisher):
                 if publisher is not None:
                     publisher.close()

@@ -39,6 +39,7 @@ from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup, layout_of, open_publisher
+from penstock.shared.weights.disk import remove_files
 from penstock.shared.weights.open import Publisher
 from penstock.shared.weights.slots import slot_paths
 from tests.contract.device_memories import FileMemory
@@ -321,7 +322,7 @@ def attempts(follower: PolicyFollower) -> list[float]:
 
 
 @pytest.mark.parametrize("mount", ["missing", "elsewhere", "broken"])
-async def test_no_version_is_asked_for_that_a_worker_could_not_read_either(
+async def test_a_version_that_a_worker_cannot_read_is_not_soon_asked_for(
     bus: Bus,
     hosts: tuple[ServiceSettings, ServiceSettings],
     tmp_path: Path,
@@ -357,10 +358,31 @@ async def test_no_version_is_asked_for_that_a_worker_could_not_read_either(
         assert (follower.status()["transport"], requests) == ("disk", [])
 
 
+async def test_a_version_that_stays_unreadable_is_asked_for_in_the_end(
+    bus: Bus, hosts: tuple[ServiceSettings, ServiceSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody removed the directory of the job from the share: only the trainer can make it again."""
+    monkeypatch.setattr("penstock.services.rollout.policy.RETRY_S", 0.01)
+    monkeypatch.setattr("penstock.services.rollout.policy.UNREADABLE_S", (0.02, 0.1))
+    monkeypatch.setattr("penstock.services.rollout.policy.UNREADABLE_ASK_S", (0.2, 0.4))
+    far, near = (one.model_copy(update={"weight_disk": tmp_path}) for one in hosts)
+    async with asked(bus) as requests, following(bus, near, trainer_settings=far) as (follower, trainer):
+        lost = trainer.publish(1, epoch=1)
+        remove_files(far, JOB)
+        await trainer.announce(lost)
+        async with asyncio.timeout(60):
+            while len(requests) < 2:
+                await asyncio.sleep(0.01)
+        assert {(one.version, one.digest) for _, one in requests} == {(1, lost.digest)}
+        await trainer.show(1, epoch=1)
+        await reach(follower, 1, 1)
+
+
 async def test_a_version_whose_slots_were_removed_is_asked_for_ever_more_rarely(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.services.rollout.policy.RETRY_S", 0.01)
+    monkeypatch.setattr("penstock.services.rollout.policy.ASK_DEADLINE_S", 60.0)
     async with asked(bus) as requests, following(bus, settings) as (follower, trainer):
         times = attempts(follower)
         lost = trainer.publish(1, epoch=1)
