@@ -11,7 +11,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test sims-test up down \
+.PHONY: help setup lock lint format type imports check test test-long sglang-test mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test sims-test up down \
 	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-joining bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
@@ -65,6 +65,12 @@ fuzz: $(BIN)/pytest  ## more generated requests to the API, and more orders of e
 
 test-long: $(BIN)/pytest  ## the long ones
 	$(BIN)/pytest -m long
+
+sglang-test: export PENSTOCK_ENGINES_DIR ?= $(HOME)/.cache/penstock/engines
+sglang-test: $(BIN)/pytest  ## SGLang's own server on a CPU, with fake kernels, against the contract of engines (installs gigabytes)
+	$(BIN)/penstock engines install vllm
+	$(BIN)/python tests/contract/engines/sglang_cpu/make.py
+	PENSTOCK_REQUIRE_ENGINES=sglang-cpu $(BIN)/pytest -n0 -m sglang tests/contract/engines/test_engine_sglang.py
 
 e2e: $(BIN)/pytest  ## only the tests that start the whole stack as processes
 	$(BIN)/pytest -m e2e

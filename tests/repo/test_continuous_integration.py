@@ -85,7 +85,7 @@ def test_tests_that_need_vllm_are_marked() -> None:
     assert len(asking) > 2
     for path in asking:
         assert {"vllm", "long"} <= {*re.findall(r"mark\.(\w+)", path.read_text(encoding="utf-8"))}, path
-    assert 'tests -m "long and not vllm"\n' in SCRIPT and "tests -n0 -m vllm\n" in SCRIPT
+    assert 'tests -m "long and not vllm and not sglang"\n' in SCRIPT and "tests -n0 -m vllm\n" in SCRIPT
 
 
 def test_long_tests_and_those_of_vllm_are_marked_in_their_own_files() -> None:

@@ -66,7 +66,7 @@ def test_the_request_holds_the_conditions_that_end_a_completion() -> None:
     assert body["sampling_params"] == {
         "max_new_tokens": 9, "min_new_tokens": 0, "temperature": 0.0, "top_p": 1.0, "top_k": -1,
         "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": {"4": 1.5}, "stop_token_ids": [2, 14],
-        "ignore_eos": True, "no_stop_trim": True, "skip_special_tokens": False, "sampling_seed": 7,
+        "ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False, "sampling_seed": 7,
     }  # fmt: skip
 
 
@@ -103,6 +103,14 @@ def test_the_client_ends_a_completion_at_a_stop_string() -> None:
     reported, finish = found.take(event(4, ROWS), "0:")
     assert (finish, found.token_ids) == ("stop", [11, 12, 13])
     assert [token.token_id for token in reported] == [11, 12]
+
+
+def test_a_stop_token_that_the_server_ignores_ends_the_completion_here() -> None:
+    assert generate_body("r.", completion(ignore_eos=True))["sampling_params"]["ignore_eos"] is True
+    found = stream(ignore_eos=True)
+    reported, finish = found.take(event(6, [*ROWS, [-0.5, 15, None], [-0.6, 14, None]]), "0:")
+    assert (finish, found.token_ids) == ("stop", [11, 12, 13, 14])
+    assert [token.token_id for token in reported] == [11, 12, 13]
 
 
 def test_spans_of_the_server_give_the_weights_of_each_token() -> None:

@@ -44,6 +44,8 @@ ARCHITECTURE = ArchitectureConfig(
 )  # fmt: skip
 CONFIG = ModelConfig(config=ARCHITECTURE, tokenizer="char")
 EOS = 2
+DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cuda")
+"""Device of SGLang; the stand-in for it accepts the options that are for a GPU."""
 MAX_RUNNING = 12
 LENGTH = 240
 PROMPT = (5, 14, 9, 18)
@@ -75,8 +77,15 @@ class Bench:
     eos: int = EOS
     max_running: int = MAX_RUNNING
     length: int = LENGTH
+    seeded: bool = True
+    """False if seeds have no effect: SGLang's deterministic inference needs the attention kernels of a GPU."""
     digests: dict[int, str] = field(default_factory=dict)
     """Digests of the versions that ``update`` loaded."""
+
+    @property
+    def repeatable(self) -> dict[str, float]:
+        """Return the sampling with which the same request gets the same tokens: greedy if seeds have no effect."""
+        return {} if self.seeded else {"temperature": 0.0}
 
     def ask(self, id: str, *, prompt: Sequence[int] = PROMPT, n: int = 1, **sampling: object) -> GenRequest:
         """Return a request for 240 tokens that does not stop early, unless ``sampling`` changes that."""
@@ -294,7 +303,7 @@ def sglang(settings: ServiceSettings) -> Engine:
     """Return an engine that uses SGLang on the device PENSTOCK_TEST_DEVICE."""
     from penstock.services.rollout.engines.sglang.engine import SglangEngine
 
-    return adapter(SglangEngine, SglangConfig(), settings, device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"))
+    return adapter(SglangEngine, SglangConfig(), settings, device=DEVICE)
 
 
 def of_class(settings: ServiceSettings) -> Engine:
@@ -355,7 +364,7 @@ async def bench(request: pytest.FixtureRequest, one_thread: None, settings: Serv
         await engine.start()
         _shared.append(engine)
     publisher = open_publisher(JOB, layout_of(peaked_model(0).named_parameters()), settings)
-    found = ReferenceBench(_shared[0], publisher=publisher)
+    found = ReferenceBench(_shared[0], publisher=publisher, seeded=(OWN, DEVICE) != ("sglang", "cpu"))
     await found.update(0, seed=0)
     yield found
     if IN_PROCESS:

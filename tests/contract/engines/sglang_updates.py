@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from penstock.services.rollout.engines.servers.client import EngineServer
 from penstock.services.rollout.engines.sglang import files as sglang_files
@@ -16,8 +18,16 @@ from penstock.services.rollout.engines.sglang.engine import SglangEngine
 from penstock.shared.config.rollout import SglangConfig
 from penstock.shared.errors import Unavailable, WeightsError
 from penstock.shared.protocol.generation import Token, WeightInfo
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.weights import layout_of, open_publisher
 
+CHECK = "penstock.services.rollout.engines.adapter.check_layout"
 LONG = tuple(5 + i % 40 for i in range(200))
+ON_GPU = ("--enable-deterministic-inference",)
+ON_CPU = (
+    "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+    "--disable-overlap-schedule", "--max-total-tokens", "4096",
+)  # fmt: skip
 
 
 async def completion(bench: Any, name: str, **sampling: Any) -> Any:
@@ -140,9 +150,9 @@ async def joined(bench: Any, settings: Any) -> AsyncIterator[Callable[[], Sglang
         "-m", "sglang.launch_server",
         "--model-path", str(model.path), "--tokenizer-path", str(model.tokenizer), "--dtype", "float32",
         "--context-length", "512", "--max-running-requests", "8", "--weight-version", "default",
-        "--log-level", "warning", "--skip-server-warmup", "--enable-deterministic-inference",
+        "--log-level", "warning", "--skip-server-warmup", *(ON_CPU if model.device == "cpu" else ON_GPU),
     ]  # fmt: skip
-    server = await EngineServer.start("SGLang", settings.sglang_interpreter, words, {})
+    server = await EngineServer.start("SGLang", settings.sglang_interpreter, words, bench.engine._variables())
     await server.ready("/server_info")
     created: list[SglangEngine] = []
 
@@ -165,7 +175,8 @@ async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(b
     engine = joined()
     await engine.start()
     received: list[Token] = []
-    sample = (await engine.generate(bench.ask("joined", max_new_tokens=40), received.append)).samples[0]
+    request = bench.ask("joined", max_new_tokens=40, **bench.repeatable)
+    sample = (await engine.generate(request, received.append)).samples[0]
     assert bench.error(sample) < 1e-4
     assert [token.token_id for token in received] == sample.token_ids[:-1]
     with pytest.raises(Unavailable, match="another job"):
@@ -174,7 +185,7 @@ async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(b
     await engine.close()
     again = joined()
     await again.start()
-    assert (await again.generate(bench.ask("again", max_new_tokens=40))).samples[0].token_ids == sample.token_ids
+    assert (await again.generate(request)).samples[0].token_ids == sample.token_ids
 
 
 async def test_a_server_whose_worker_was_killed_goes_on_once_another_joins(bench: Any, joined: Any) -> None:
@@ -193,3 +204,49 @@ async def test_a_server_whose_worker_was_killed_goes_on_once_another_joins(bench
     assert (len(sample.token_ids), bench.error(sample) < 1e-4) == (40, True)
     assert (await other)["meta_info"]["completion_tokens"] <= 1
     await server.close()
+
+
+async def test_names_that_the_server_does_not_know_are_refused_by_the_worker(
+    bench: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang ignores them, and serves the version: only the check of the worker finds a version of another model."""
+    manifest, close = await publish(settings, bench.weights(1) | {"model.layers.0.nobody.weight": torch.ones(3)})
+    with pytest.raises(WeightsError, match="no parameter"):
+        await bench.engine.stage(manifest, None)
+    with monkeypatch.context() as patch:
+        patch.setattr(CHECK, lambda layout, expected: None)
+        await bench.engine.stage(manifest, None)
+    await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    await bench.engine.commit_update()
+    assert bench.error(await completion(bench, "ignored"), seeds=(0, 1)) < 1e-4
+    close()
+
+
+async def test_a_load_that_fails_ends_the_server_and_serves_no_version(
+    bench: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang goes back to the file that it could not load, and its scheduler ends. The test ends the engine."""
+    weights = bench.weights(1)
+    name = next(reversed(weights))
+    manifest, close = await publish(settings, weights | {name: weights[name][:-1].clone()})
+    engine = bench.engine
+    asking = asyncio.create_task(engine.generate(bench.ask("cut")))
+    await bench.until_tokens(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(CHECK, lambda layout, expected: None)
+        await engine.stage(manifest, None)
+    await engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    with pytest.raises(Unavailable, match="could not load weights"):
+        await engine.commit_update()
+    await bench.until_unavailable(asking)
+    with pytest.raises(Unavailable):
+        await engine.generate(bench.ask("refused"))
+    assert await engine.weight_info() == WeightInfo(version=0, digest=bench.digests[0], dirty=True)
+    close()
+    await engine.close()
+
+
+async def publish(settings: Any, weights: dict[str, Tensor]) -> tuple[WeightManifest, Callable[[], None]]:
+    """Publish weights whose layout is not that of the model; return the manifest, and what closes the publisher."""
+    publisher = open_publisher("job_strange", layout_of(weights.items()), settings)
+    return await asyncio.to_thread(publisher.publish, weights.items(), version=1, epoch=1), publisher.close

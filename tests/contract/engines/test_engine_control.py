@@ -46,8 +46,8 @@ async def test_abort_of_all_reaches_what_waits(bench: Any) -> None:
 
 
 async def test_pause_keep_goes_on_where_it_stopped(bench: Any) -> None:
-    whole = (await bench.engine.generate(bench.ask("whole", max_new_tokens=200))).samples[0]
-    task = asyncio.create_task(bench.engine.generate(bench.ask("kept", max_new_tokens=200)))
+    whole = (await bench.engine.generate(bench.ask("whole", max_new_tokens=200, **bench.repeatable))).samples[0]
+    task = asyncio.create_task(bench.engine.generate(bench.ask("kept", max_new_tokens=200, **bench.repeatable)))
     await bench.until_tokens(20)
     await bench.engine.pause("keep")
     before = bench.engine.generated_tokens

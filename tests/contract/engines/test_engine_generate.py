@@ -36,6 +36,8 @@ async def test_logprobs_are_those_of_a_plain_forward(bench: Any, temperature: fl
 
 
 async def test_a_sample_depends_on_prompt_and_seed_alone(bench: Any) -> None:
+    if not bench.seeded:
+        pytest.skip("seeds have no effect on this engine here")
     alone = await bench.engine.generate(bench.ask("alone", n=1, seed=41, max_new_tokens=40))
     crowd = [bench.ask(f"c{i}", prompt=p, max_new_tokens=30, seed=i) for i, p in enumerate(ragged_prompts(6))]
     together, *_ = await asyncio.gather(
@@ -59,10 +61,11 @@ async def test_greedy_ignores_the_seed(bench: Any) -> None:
 
 
 async def test_a_stop_token_ends_a_sample_and_belongs_to_it(bench: Any) -> None:
-    free = (await bench.engine.generate(bench.ask("free", max_new_tokens=40))).samples[0]
+    free = (await bench.engine.generate(bench.ask("free", max_new_tokens=40, **bench.repeatable))).samples[0]
     stop = free.token_ids[10]
     first = free.token_ids.index(stop)
-    ended = (await bench.engine.generate(bench.ask("ended", max_new_tokens=40, stop_token_ids=(stop,)))).samples[0]
+    request = bench.ask("ended", max_new_tokens=40, stop_token_ids=(stop,), **bench.repeatable)
+    ended = (await bench.engine.generate(request)).samples[0]
     assert ended.finish == "stop"
     assert ended.token_ids == free.token_ids[: first + 1]
 
@@ -86,20 +89,22 @@ async def test_no_stop_before_min_new_tokens_and_logprobs_stay_untruncated(bench
 
 
 async def test_a_stop_string_ends_a_sample(bench: Any) -> None:
-    free = (await bench.engine.generate(bench.ask("free", max_new_tokens=60))).samples[0]
+    free = (await bench.engine.generate(bench.ask("free", max_new_tokens=60, **bench.repeatable))).samples[0]
     letters = "0123456789+-*/=?,.: abcdefghijklmnopqrstuvwxyz()%$"
     text = "".join(letters[token - 4] if token >= 4 else "\0" for token in free.token_ids)
     stop = next(text[i : i + 3] for i in range(20, 57) if "\0" not in text[i : i + 3])
-    request = bench.ask("ended", max_new_tokens=60, stop_strings=("never to be seen", stop))
+    request = bench.ask("ended", max_new_tokens=60, stop_strings=("never to be seen", stop), **bench.repeatable)
     ended = (await bench.engine.generate(request)).samples[0]
     assert ended.finish == "stop"
     assert ended.token_ids == free.token_ids[: text.index(stop) + 3]
 
 
 async def test_more_samples_than_slots(bench: Any) -> None:
-    result = await bench.engine.generate(bench.ask("many", n=3 * bench.max_running + 1, max_new_tokens=9))
+    request = bench.ask("many", n=3 * bench.max_running + 1, max_new_tokens=9, **bench.repeatable)
+    result = await bench.engine.generate(request)
     assert [len(sample.token_ids) for sample in result.samples] == [9] * (3 * bench.max_running + 1)
-    again = await bench.engine.generate(bench.ask("last", seed=7 + 3 * bench.max_running, max_new_tokens=9))
+    request = bench.ask("last", seed=7 + 3 * bench.max_running, max_new_tokens=9, **bench.repeatable)
+    again = await bench.engine.generate(request)
     assert again.samples[0].token_ids == result.samples[-1].token_ids
     assert bench.engine.running == 0
 

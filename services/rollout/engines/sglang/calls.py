@@ -30,15 +30,15 @@ def generate_body(rid: str, completion: Completion) -> dict[str, Any]:
 
 
 def _sampling_params(wanted: Sampling, stop_ids: Sequence[int], seed: int) -> dict[str, Any]:
-    """Return SGLang's sampling parameters. ``ignore_eos`` is set because ``stop_ids`` has every stop token; temperature
-    0 is greedy in SGLang, too."""
+    """Return SGLang's sampling parameters. With ``ignore_eos`` SGLang also ignores ``stop_token_ids``: see
+    ``Stream.take``. Temperature 0 is greedy in SGLang, too."""
     return {
         "max_new_tokens": wanted.max_new_tokens, "min_new_tokens": wanted.min_new_tokens,
         "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k or _ALL_TOKENS,
         "frequency_penalty": wanted.frequency_penalty, "presence_penalty": wanted.presence_penalty,
         "logit_bias": {str(token): bias for token, bias in wanted.logit_bias} or None,
-        "stop_token_ids": list(stop_ids), "ignore_eos": True, "no_stop_trim": True, "skip_special_tokens": False,
-        "sampling_seed": seed % _SEEDS,
+        "stop_token_ids": list(stop_ids), "ignore_eos": wanted.ignore_eos, "no_stop_trim": True,
+        "skip_special_tokens": False, "sampling_seed": seed % _SEEDS,
     }  # fmt: skip
 
 
@@ -80,6 +80,7 @@ class Stream(ServerStream):
 
         Depending on the options of the server, events repeat earlier tokens or not; the final event of a completion
         that was waiting repeats its last token. The total number of tokens therefore determines which ones are new.
+        With ``ignore_eos`` the server ignores stop tokens, too; the first one then ends the completion here.
 
         Raises:
             ConfigError: SGLang rejects the request.
@@ -91,6 +92,9 @@ class Stream(ServerStream):
         _raise_failure(reason)
         finish = _FINISH.get(reason["type"], "abort") if reason else None
         rows, top_rows = self._new(meta, "output_token_logprobs"), self._new(meta, "output_top_logprobs")
+        stop = next((place for place, row in enumerate(rows) if row[1] in self.completion.stop_ids), None)
+        if stop is not None:
+            rows, finish = rows[: stop + 1], "stop"
         return self.book(
             (
                 (int(row[1]), float(row[0]), label, _likely(top_rows[place]) if self.completion.top_logprobs else [])

@@ -77,7 +77,7 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         words += ["--trust-remote-code"] if model.trusted else []
         words += [] if config.memory_fraction is None else ["--mem-fraction-static", str(config.memory_fraction)]
         if model.device == "cpu":
-            tokens = str(max(model.max_length, self._max_running * model.max_length // 4))
+            tokens = str(self._max_running * model.max_length)
             return [
                 *words, "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                 "--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens,
@@ -141,8 +141,8 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         return generate_body(stream.rid, stream.completion)
 
     async def _ask_to_end(self, streams: Sequence[Stream]) -> None:
-        for stream in streams:
-            await self._post("/abort_request", {"rid": stream.rid, "abort_all": False}, "end a request")
+        bodies = [{"rid": stream.rid, "abort_all": False} for stream in streams]
+        await asyncio.gather(*(self._post("/abort_request", body, "end a request") for body in bodies))
 
     async def _score(self, number: int, token_ids: list[int], top_logprobs: int) -> tuple[list[float], list[Likely]]:
         body = score_body(f"{self._name}-score-{number}.", token_ids, top_logprobs)

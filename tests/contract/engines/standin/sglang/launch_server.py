@@ -4,8 +4,9 @@ It copies what an adapter would notice of the real server: a pause is answered b
 tokens of a retracted completion are computed again; the last event alone reports the version of each token; events
 repeat earlier tokens or do not (``--incremental-streaming-output``); the end of a waiting completion repeats its
 last token; an abort ends all requests whose rid begins with its rid, and none for an unknown rid; cached prefixes
-outlive an update without a flush; log-probs are of the logits after penalties, divided by the temperature; unknown keys
-are refused.
+outlive an update without a flush; ``ignore_eos`` also ignores stop tokens; an update ignores unknown names, and one
+that cannot be loaded ends the server; log-probs are of the logits after penalties, divided by the temperature; unknown
+keys are refused.
 """
 
 from __future__ import annotations

@@ -147,12 +147,13 @@ class Scheduler:
     def do_update(self, asked: dict[str, Any]) -> str:
         if asked["load_format"] not in (None, "auto", "safetensors"):
             return f"Failed to get model loader: {asked['load_format']}."
-        own = dict(self.model.named_parameters())
         try:
-            for name, tensor in load_file(Path(asked["model_path"]) / "model.safetensors").items():
-                own[name].copy_(tensor)
-        except (OSError, KeyError, RuntimeError) as error:
-            return f"Failed to update weights: {error!r}.\nRolling back to original weights."
+            tensors = load_file(Path(asked["model_path"]) / "model.safetensors")
+        except OSError as error:
+            return f"Failed to get weights iterator: {error!r}."
+        own = dict(self.model.named_parameters())
+        for name in own.keys() & tensors.keys():
+            own[name].copy_(tensors[name])  # an error ends the scheduler, as SGLang's second attempt does
         label = asked["weight_version"]
         if label is not None and label != self.version:
             for completion in [*self.running, *self.waiting]:
@@ -237,8 +238,7 @@ class Scheduler:
 
     def end_of(self, completion: Completion) -> dict[str, Any] | None:
         params, token = completion.params, completion.ids[-1]
-        stops = {*(params["stop_token_ids"] or ()), *(() if params["ignore_eos"] else (self.eos,))}
-        if token in stops:
+        if not params["ignore_eos"] and token in (*(params["stop_token_ids"] or ()), self.eos):
             return {"type": "stop", "matched": token}
         if len(completion.ids) >= params["max_new_tokens"]:
             return {"type": "length", "length": len(completion.ids)}
