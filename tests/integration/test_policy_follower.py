@@ -361,7 +361,7 @@ async def test_a_version_that_a_worker_cannot_read_is_not_soon_asked_for(
 async def test_a_version_that_stays_unreadable_is_asked_for_in_the_end(
     bus: Bus, hosts: tuple[ServiceSettings, ServiceSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody removed the directory of the job from the share: only the trainer can make it again."""
+    """The directory of the job was removed from the share: only the trainer can make it again."""
     monkeypatch.setattr("penstock.services.rollout.policy.RETRY_S", 0.01)
     monkeypatch.setattr("penstock.services.rollout.policy.UNREADABLE_S", (0.02, 0.1))
     monkeypatch.setattr("penstock.services.rollout.policy.UNREADABLE_ASK_S", (0.2, 0.4))
