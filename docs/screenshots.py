@@ -30,7 +30,7 @@ import numpy as np
 import yaml
 from playwright.sync_api import Page, sync_playwright
 
-from penstock.cli.demo.agent import Agent, demonstrations, voices
+from penstock.cli.demo.agent import Agent, agent_clients, demonstrations
 from penstock.client import Client
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +174,7 @@ def prepare(url: str, key: str, directory: Path) -> tuple[dict[str, str], list[s
 
 async def judge(url: str, key: str, model: str, enough: Callable[[], bool]) -> None:
     """Let the agent of the online demo ask a model and judge its answers until it has learnt enough from them."""
-    async with voices(url, model, [key], each=8) as some:
+    async with agent_clients(url, model, [key], each=8) as some:
         agent = Agent(some, random.Random(0))
         running = asyncio.create_task(agent.run())
         await asyncio.to_thread(wait_for, enough, "updates from feedback")
