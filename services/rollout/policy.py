@@ -136,7 +136,9 @@ class PolicyFollower:
             if tries >= ask_after:
                 tries = 0
                 ask_after = min(ask_after << await self._request_again(manifest), MAX_ASK_AFTER)
-            manifest = await self._changed_within(manifest, RETRY_S)
+            before, manifest = manifest, await self._changed_within(manifest, RETRY_S)
+            if (manifest.version, manifest.digest) != (before.version, before.digest):
+                tries, ask_after = 0, ASK_AFTER
         self._problem = None  # there is nothing left to load
 
     async def _changed_within(self, manifest: WeightManifest, seconds: float) -> WeightManifest:

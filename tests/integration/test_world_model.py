@@ -133,7 +133,7 @@ def reaching(rewards: Callable[[np.random.Generator], NDArray[np.float64]]) -> D
 
 def test_a_model_predicts_exactly_what_never_changes(tmp_path: Path) -> None:
     """Goals differ between episodes; the network was hardly trained, so that it would let them drift."""
-    shown = reaching(lambda rng: np.zeros(600))
+    shown = reaching(lambda rng: np.full(600, -0.3))
     fitted = fit(shown, Fitting(members=2, hidden_sizes=(8,), epochs=1))
     assert fitted.facts["error"]["reward"] == 0
     assert fitted.facts["error"]["state"] > 0.01, "of the hand alone"
@@ -144,8 +144,17 @@ def test_a_model_predicts_exactly_what_never_changes(tmp_path: Path) -> None:
         assert begun[1] == np.float32(shown.observations["state"][20 * state_id, 1])
         for t in range(20):
             seen, reward, *_ = model.step(shown.actions[20 * state_id + t])
-            assert (seen["state"][1:].tolist(), reward) == (begun[1:].tolist(), 0)
+            assert (seen["state"][1:].tolist(), reward) == (begun[1:].tolist(), np.float32(-0.3))
             assert seen["state"][0] != begun[0]
+
+
+def test_what_changes_only_in_held_out_episodes_counts_as_an_error() -> None:
+    """One episode of thirty has rewards, and is held out: a model that knows none of them is wrong about it."""
+    order = np.random.default_rng(0).permutation(30)
+    rewards = np.zeros(600)
+    rewards[20 * order[0] : 20 * order[0] + 20] = 1.0
+    fitted = fit(reaching(lambda rng: rewards), Fitting(members=2, hidden_sizes=(8,), epochs=1))
+    assert fitted.facts["error"]["reward"] > 0.3
 
 
 def test_rare_jumps_hardly_move_what_a_model_predicts(tmp_path: Path) -> None:

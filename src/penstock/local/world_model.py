@@ -190,19 +190,20 @@ def _rows(episodes: NDArray[np.int64], cuts: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _scales(transitions: _Transitions, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
-    """Return mean and standard deviation of each column.
+    """Return mean and standard deviation of each column over ``rows``, the training steps.
 
-    The deviation of a constant input is 1, so that it can be divided by. That of a constant output is 0, so that the
-    model predicts exactly this constant: else a goal that never moves would drift by the network's small errors.
+    The deviation of a column that is constant there is 1, so that it can be divided by. That of an output that is
+    constant in all steps is 0, so that the model predicts exactly this constant: else a goal that never moves would
+    drift by the network's small errors.
     """
     found = {}
-    for name, columns, constant in (
-        ("input", transitions.inputs_NF[rows], 1.0),
-        ("output", transitions.targets_NO[rows, :-1], 0.0),
-    ):
-        deviation = columns.std(axis=0)
-        found[f"{name}_mean"] = columns.mean(axis=0)
-        found[f"{name}_std"] = np.where(deviation < 1e-6, np.float32(constant), deviation)
+    for name, columns in (("input", transitions.inputs_NF), ("output", transitions.targets_NO[:, :-1])):
+        deviation = columns[rows].std(axis=0, dtype=np.float64)
+        deviation = np.where(deviation < 1e-6, 1.0, deviation)
+        if name == "output":
+            deviation = np.where(np.ptp(columns, axis=0) < 1e-6, 0.0, deviation)
+        found[f"{name}_mean"] = columns[rows].mean(axis=0, dtype=np.float64).astype(np.float32)
+        found[f"{name}_std"] = deviation.astype(np.float32)
     return found
 
 

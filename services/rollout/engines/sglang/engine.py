@@ -77,7 +77,7 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         words += ["--trust-remote-code"] if model.trusted else []
         words += [] if config.memory_fraction is None else ["--mem-fraction-static", str(config.memory_fraction)]
         if model.device == "cpu":
-            tokens = str(self._max_running * model.max_length)
+            tokens = str(max(model.max_length, self._max_running * model.max_length // 4))  # this much memory is taken
             return [
                 *words, "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                 "--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens,
