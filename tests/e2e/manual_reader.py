@@ -382,8 +382,9 @@ class Reader:
     def smaller(self, file: Path) -> list[str]:
         """Return options that make a job file small; change the folders in the file to those of this reader."""
         text = file.read_text(encoding="utf-8")
-        if "/data/pendulum-model" in text and not (self.folder / "data/pendulum-model").exists():
-            self.world_model()
+        model = re.search(r"/(data/[a-z]+-model)", text)
+        if model and not (self.folder / model[1]).exists():
+            self.world_model(model[0])
         file.write_text(self.here(text), encoding="utf-8")
         data = yaml.safe_load(text)
         if data.get("train", {}).get("max_updates", FEW + 1) <= FEW:
@@ -393,11 +394,13 @@ class Reader:
             changes.append("environment.horizon=10")
         return [word for change in changes for word in ("--set", change)]
 
-    def world_model(self) -> None:
-        """Train the world model of docs/embodied.md by its commands, for other pages that submit its example."""
-        for one in snippets("docs/embodied.md"):
-            if one.text.startswith(("penstock record examples/", "penstock sims world-model")):
-                self.command(one.text)
+    def world_model(self, folder: str) -> None:
+        """Train the world model in ``folder`` by the commands of docs/embodied.md, for other pages with its example."""
+        commands = [one.text for one in snippets("docs/embodied.md")]
+        trains = next(text for text in commands if text.endswith(f"--out {folder}"))
+        records = next(text for text in commands if text.endswith(f"--to {trains.split()[4]}"))
+        for text in (records, trains):
+            self.command(text)
 
     def bring_code(self, text: str) -> None:
         """Write the code that a job names as a module of the workers: the snippet of the page that defines the name."""

@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import yaml
 
 from penstock.local.recording import record
 from penstock.services.coordinator.leader.leader_rpc import COORDINATOR
 from penstock.services.trainer.checkpoint.state import read_manifest, save_checkpoint
 from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
 from penstock.services.trainer.ranks.sharding import BatchShard
-from penstock.shared.config.base import with_overrides
+from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
@@ -50,6 +51,7 @@ JOB: dict[str, Any] = {
     "limits": {"byte_budget": 4 << 20},
 }
 SERVICES = ("coordinator-0", "rollout-0", "env-0", "trainer-0")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 VICTIMS = ("simulators", *SERVICES, "nats")
 ENDLESS = ("train.max_updates=100000", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200")
 FURTHER, LAST = 3, 12
@@ -195,6 +197,43 @@ def test_a_policy_is_trained_on_images_of_a_camera(stack: Any, algorithm: str) -
     series = stack.client.metrics(job)["series"]
     first = next(value for value in series["mismatch/kl"] if value is not None)
     assert abs(first) < 1e-6, "trainer and rollout worker compute the same log-probs"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("example", "options"),
+    [("gym-pendulum-world-model-ppo", ()), ("metaworld-reach-world-model-ppo", ("--hold", "16"))],
+)
+def test_a_policy_of_a_world_model_is_measured_in_the_simulator(
+    stack: Any, tmp_path: Path, example: str, options: tuple[str, ...]
+) -> None:
+    """Recorded episodes have six steps, which is also the longest that the model plays; held-out ones have nine."""
+    job = with_overrides(
+        load_yaml(EXAMPLES / f"{example}.yaml"),
+        ["environment.horizon=6", "environment.num_envs=2", f"environment.options.model={tmp_path}/model",
+         "train={batch_size: 4, max_updates: 2, max_lag: 0, draw_timeout_s: 60}", "algorithm.minibatches=2",
+         "evaluation.episodes=3", "evaluation.every=2", "evaluation.environment.horizon=9",
+         "limits.byte_budget=4194304"],
+    )  # fmt: skip
+    file, shown = tmp_path / "job.yaml", tmp_path / "seen.demonstrations"
+    file.write_text(yaml.safe_dump(job))
+    for words in (
+        ("record", str(file), "--random", *options, "--episodes", "4", "--to", str(shown)),
+        ("sims", "world-model", "train", str(shown), "--out", f"{tmp_path}/model", "--epochs", "2", "--hidden", "8"),
+    ):
+        done = stack.cli(*words)
+        assert done.exit_code == 0, done.output
+    submitted = stack.client.submit(job).id
+    status = stack.finish(submitted, 120).status
+    assert (status.phase, status.step) == ("succeeded", 2), status
+    described = next(event for event in stack.ledger(submitted) if isinstance(event, JobStarted)).environment
+    assert described["backend"] == "world_model"
+    series = stack.client.metrics(submitted)["series"]
+    assert {value for value in series["episode/length"] if value is not None} == {6}
+    assert [value for value in series["eval/length"] if value is not None] == [9, 9], "no model plays nine steps"
+    listed = stack.cli("samples", submitted)
+    assert "held-out episodes at update 2" in listed.output, listed.output
+    assert stack.check_audit(submitted)["equation"]["trained"] == 8
 
 
 @pytest.mark.long

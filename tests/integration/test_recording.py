@@ -67,6 +67,17 @@ def test_random_episodes_are_recorded_with_their_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_random_actions_are_held_for_a_random_number_of_steps(tmp_path: Path) -> None:
+    found = record(PENDULUM, tmp_path, None, reset_ids=[0, 1, 2], horizon=200, hold=4)
+    alone = record(PENDULUM, tmp_path, None, reset_ids=[1], horizon=200, hold=4)
+    np.testing.assert_array_equal(alone.actions, found.actions[200:400])
+    assert found.about["hold"] == 4
+    for actions in found.actions.reshape(3, 200):
+        begins = np.flatnonzero(np.diff(actions))
+        assert set(np.diff(begins).tolist()) == {1, 2, 3, 4}
+
+
+@pytest.mark.long
 def test_noise_moves_the_arm_and_not_the_record(tmp_path: Path) -> None:
     def still(spec: EnvSpec) -> Any:
         return lambda seen: np.zeros((len(seen["state"]), 1, *spec.action_shape), np.float32)

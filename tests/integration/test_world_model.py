@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import safetensors.numpy
 import torch
 import yaml
+from numpy.typing import NDArray
 from torch.nn import functional
 from typer.testing import CliRunner
 
@@ -114,6 +116,50 @@ def test_a_model_learns_when_an_episode_ends(tmp_path: Path) -> None:
         assert model.step(0)[2] is ends, angle
 
 
+def reaching(rewards: Callable[[np.random.Generator], NDArray[np.float64]]) -> Demonstrations:
+    """Return 30 episodes of 20 steps: the hand moves by the action, the goal of the episode and a zero stay."""
+    rng = np.random.default_rng(0)
+    moves, goals = rng.uniform(-1, 1, (30, 20, 1)).astype(np.float32), rng.uniform(-1, 1, (30, 1, 1))
+    hand = np.concatenate([np.zeros((30, 1, 1)), np.cumsum(moves, axis=1)], axis=1)
+    states = np.concatenate([hand, np.broadcast_to(goals, hand.shape), np.zeros_like(hand)], axis=2)
+    box = {"num_actions": None, "low": [-1.0], "high": [1.0]}
+    return Demonstrations(
+        observations={"state": states[:, :-1].reshape(-1, 3)}, actions=moves.reshape(-1, 1),
+        rewards=rewards(rng).astype(np.float32), cu_seqlens=np.arange(0, 601, 20), succeeded=np.zeros(30, bool),
+        final_observations={"state": states[:, -1]}, terminated=np.zeros(30, bool),
+        about={"task": "reach", "backend": "x", "horizon": 20, "action": box},
+    )  # fmt: skip
+
+
+def test_a_model_predicts_exactly_what_never_changes(tmp_path: Path) -> None:
+    """Goals differ between episodes; the network was hardly trained, so that it would let them drift."""
+    shown = reaching(lambda rng: np.zeros(600))
+    fitted = fit(shown, Fitting(members=2, hidden_sizes=(8,), epochs=1))
+    assert fitted.facts["error"]["reward"] == 0
+    assert fitted.facts["error"]["state"] > 0.01, "of the hand alone"
+    write_world_model(tmp_path, fitted)
+    model = WorldModel("reach", tmp_path)
+    for state_id in range(6):
+        begun = model.reset(state_id)["state"]
+        assert begun[1] == np.float32(shown.observations["state"][20 * state_id, 1])
+        for t in range(20):
+            seen, reward, *_ = model.step(shown.actions[20 * state_id + t])
+            assert (seen["state"][1:].tolist(), reward) == (begun[1:].tolist(), 0)
+            assert seen["state"][0] != begun[0]
+
+
+def test_rare_jumps_hardly_move_what_a_model_predicts(tmp_path: Path) -> None:
+    """One reward of a hundred is 100, at random: their mean is 1, but nearly every step pays 0."""
+    shown = reaching(lambda rng: 100.0 * (rng.permutation(600) < 6))
+    write_world_model(tmp_path, fit(shown, Fitting(members=3, hidden_sizes=(4,), epochs=30)))
+    model = WorldModel("reach", tmp_path)
+    found = []
+    for state_id in range(30):
+        model.reset(state_id)
+        found += [model.step(shown.actions[20 * state_id + t])[1] for t in range(20)]
+    assert abs(float(np.median(found))) < 0.5
+
+
 def test_demonstrations_without_needed_fields_are_refused(swung: Demonstrations) -> None:
     about = swung.about
     for changes, message in (
@@ -137,6 +183,8 @@ def test_a_model_is_recorded_trained_and_opened_by_commands(tmp_path: Path) -> N
     )  # fmt: skip
     both = CliRunner().invoke(app, ["record", str(job), "--to", str(shown), "--random", "--noise", "0.1"])
     assert both.exit_code == 2
+    held = CliRunner().invoke(app, ["record", str(job), "--to", str(shown), "--hold", "2"])
+    assert (held.exit_code, "--hold keeps random actions: add --random" in held.output) == (2, True)
     done = CliRunner().invoke(app, ["record", str(job), "--to", str(shown), "--random", "--episodes", "9"])
     assert done.exit_code == 0, done.output
     trained = CliRunner().invoke(

@@ -98,6 +98,7 @@ def record(
     reset_ids: Sequence[int],
     horizon: int,
     noise: float = 0.0,
+    hold: int = 1,
     only_solved: bool = True,
     source: str = "",
     on_episode: Callable[[int], None] = lambda count: None,
@@ -109,6 +110,7 @@ def record(
         expert_of: creates the expert; None: actions are sampled uniformly, with the reset id as seed.
         horizon: number of steps after which an episode is truncated.
         noise: standard deviation of noise on continuous actions, as fraction of their range; not in the records.
+        hold: most steps for which a sampled action is kept; the number of steps is sampled uniformly, too.
         only_solved: drop episodes that did not solve the task, if the simulator reports success.
         source: description of the expert, for users.
         on_episode: called with the number of episodes so far, after each set of parallel ones.
@@ -118,13 +120,11 @@ def record(
         ConfigError: the simulator cannot be created, or the expert or the noise does not fit it.
         DataError: no episode is left, or the simulator lost one.
     """
-    simulator = open_simulator(
-        msgspec.structs.replace(request, num_envs=max(1, min(MOST_ENVS, len(reset_ids)))), sims_dir
-    )
+    num_envs = max(1, min(MOST_ENVS, len(reset_ids)))
+    simulator = open_simulator(msgspec.structs.replace(request, num_envs=num_envs), sims_dir)
     try:
         spec, found = simulator.spec, list[_Recorded]()
-        expert = None if expert_of is None else expert_of(spec)
-        player = _Player(simulator, expert, horizon=horizon, noise=noise)
+        player = _Player(simulator, expert_of and expert_of(spec), horizon=horizon, noise=noise, hold=hold)
         for start in range(0, len(reset_ids), spec.num_envs):
             found += player.play(reset_ids[start : start + spec.num_envs])
             on_episode(len(found))
@@ -144,7 +144,7 @@ def record(
         terminated=np.array([one.terminated for one in kept]),
         about={
             "task": spec.env_id, "backend": spec.backend, "versions": spec.versions, "horizon": horizon,
-            "source": source, "noise": noise, "played": len(found), "first_reset_id": int(reset_ids[0]),
+            "source": source, "noise": noise, "hold": hold, "played": len(found), "first_reset_id": int(reset_ids[0]),
             "action": msgspec.to_builtins(
                 ActionSpace(num_actions=spec.num_actions, low=spec.action_low, high=spec.action_high)
             ),
@@ -152,9 +152,19 @@ def record(
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Chance:
+    """Everything random in one episode: the generator, and the sampled action with the steps for which it is kept."""
+
+    rng: np.random.Generator
+    action: NDArray[Any] | None = None
+    left: int = 0
+
+
 class _Player:
-    def __init__(self, simulator: Simulator, expert: Expert | None, *, horizon: int, noise: float) -> None:
-        self._simulator, self._expert, self._horizon, self._noise = simulator, expert, horizon, noise
+    def __init__(self, simulator: Simulator, expert: Expert | None, *, horizon: int, noise: float, hold: int) -> None:
+        self._simulator, self._expert, self._horizon = simulator, expert, horizon
+        self._noise, self._hold = noise, hold
         drawn = expert is None and simulator.spec.num_actions is None
         self._bounds = _bounds(simulator.spec) if noise or drawn else None
 
@@ -164,12 +174,12 @@ class _Player:
         begun = self._simulator.reset(env_ids, np.asarray(reset_ids, np.int64))
         _check_lost(begun.lost, reset_ids)
         episodes = [_Recorded([], [], []) for _ in reset_ids]
-        noise = [np.random.default_rng(reset_id) for reset_id in reset_ids]
+        chances = [_Chance(np.random.default_rng(reset_id)) for reset_id in reset_ids]
         seen = _copied(begun.observations)
         while len(env_ids):
-            chance = [noise[i] for i in env_ids.tolist()]
-            for actions in self._chunk(seen, chance):  # single steps, because every observation is recorded
-                taken = np.stack([self._disturbed(a, noise[i]) for a, i in zip(actions, env_ids, strict=True)])
+            running = [chances[i] for i in env_ids.tolist()]
+            for actions in self._chunk(seen, running):  # single steps, because every observation is recorded
+                taken = np.stack([self._disturbed(a, one.rng) for a, one in zip(actions, running, strict=True)])
                 chunk = self._simulator.step(env_ids, taken[:, None], None)
                 _check_lost(chunk.lost, [reset_ids[i] for i in env_ids.tolist()])
                 over = (chunk.terminated | chunk.truncated)[:, 0]
@@ -190,13 +200,21 @@ class _Player:
                     break
         return episodes
 
-    def _chunk(self, seen: Named, chance: Sequence[np.random.Generator]) -> Iterator[NDArray[Any]]:
+    def _chunk(self, seen: Named, running: Sequence[_Chance]) -> Iterator[NDArray[Any]]:
         if self._expert is None:
-            yield np.stack([self._drawn(rng) for rng in chance])
+            yield np.stack([self._kept(one) for one in running])
             return
         decided = self._expert(seen)
         for step in range(decided.shape[1]):
             yield decided[:, step].astype(self._simulator.spec.action_dtype)
+
+    def _kept(self, chance: _Chance) -> NDArray[Any]:
+        """Return the sampled action, or sample another one if it was kept long enough."""
+        if chance.action is None or not chance.left:
+            chance.action = self._drawn(chance.rng)
+            chance.left = int(chance.rng.integers(1, self._hold + 1)) if self._hold > 1 else 1
+        chance.left -= 1
+        return chance.action
 
     def _drawn(self, rng: np.random.Generator) -> NDArray[Any]:
         spec = self._simulator.spec

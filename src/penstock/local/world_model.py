@@ -61,8 +61,8 @@ class Fitted:
     """A fitted model: float32 tensors by name, and its description (``facts``) for the env service and for users.
 
     ``facts["error"]`` is the one-step error of the members' mean prediction on held-out episodes. ``state`` and
-    ``reward``: root mean square error divided by the standard deviation of the target. ``ends``: fraction of steps
-    whose termination was predicted wrongly.
+    ``reward``: root mean square error divided by the standard deviation of the target, without constant ones.
+    ``ends``: fraction of steps whose termination was predicted wrongly.
     """
 
     tensors: dict[str, NDArray[np.float32]]
@@ -105,7 +105,8 @@ def fit(
     tensors = layers | scale | _bounds(states_ND, shown)
     every = max(1, -(-len(states_ND) // MOST_STARTS))
     tensors |= {"starts": states_ND[cuts[:-1]], "states": states_ND[::every]}
-    error = _error(layers, _scaled(transitions, held_out, scale)) | ({} if ends else {"ends": 0.0})
+    varies_O = scale["output_std"] > 0
+    error = _error(layers, _scaled(transitions, held_out, scale), varies_O) | ({} if ends else {"ends": 0.0})
     facts = {
         "format": FORMAT, "task": shown.about["task"], "backend": shown.about["backend"],
         "versions": shown.about.get("versions", {}), "horizon": int(shown.about["horizon"]),
@@ -189,17 +190,26 @@ def _rows(episodes: NDArray[np.int64], cuts: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _scales(transitions: _Transitions, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
-    """Return mean and standard deviation of each column; the deviation of a constant column is 1."""
+    """Return mean and standard deviation of each column.
+
+    The deviation of a constant input is 1, so that it can be divided by. That of a constant output is 0, so that the
+    model predicts exactly this constant: else a goal that never moves would drift by the network's small errors.
+    """
     found = {}
-    for name, columns in (("input", transitions.inputs_NF[rows]), ("output", transitions.targets_NO[rows, :-1])):
+    for name, columns, constant in (
+        ("input", transitions.inputs_NF[rows], 1.0),
+        ("output", transitions.targets_NO[rows, :-1], 0.0),
+    ):
         deviation = columns.std(axis=0)
-        found[f"{name}_mean"], found[f"{name}_std"] = columns.mean(axis=0), np.where(deviation < 1e-6, 1.0, deviation)
+        found[f"{name}_mean"] = columns.mean(axis=0)
+        found[f"{name}_std"] = np.where(deviation < 1e-6, np.float32(constant), deviation)
     return found
 
 
 def _scaled(transitions: _Transitions, rows: NDArray[np.int64], scale: dict[str, NDArray[np.float32]]) -> _Transitions:
     inputs, targets = transitions.inputs_NF[rows], transitions.targets_NO[rows].copy()
-    targets[:, :-1] = (targets[:, :-1] - scale["output_mean"]) / scale["output_std"]
+    deviation = np.where(scale["output_std"] > 0, scale["output_std"], np.float32(1))
+    targets[:, :-1] = (targets[:, :-1] - scale["output_mean"]) / deviation
     return _Transitions((inputs - scale["input_mean"]) / scale["input_std"], targets)
 
 
@@ -238,7 +248,11 @@ def _one_thread() -> Iterator[None]:
 def _train(
     data: _Transitions, fitting: Fitting, *, ends: bool, on_epoch: Callable[[int, float], None]
 ) -> dict[str, NDArray[np.float32]]:
-    """Train all K members in parallel; return, for each layer I, weight [K, in, out] and bias [K, out], by name."""
+    """Train all K members in parallel; return, for each layer I, weight [K, in, out] and bias [K, out], by name.
+
+    The loss is quadratic up to an error of one standard deviation, and linear beyond it: rare jumps, such as those of
+    an object that the hand hits, would otherwise outweigh everything else.
+    """
     import torch
     from torch.nn import functional
 
@@ -260,8 +274,8 @@ def _train(
         for start in range(0, N, fitting.batch_size):
             rows_KB = order[:, start : start + fitting.batch_size]
             predicted_KBO, wanted_KBO = _forward(layers, inputs_NF[rows_KB]), targets_NO[rows_KB]
-            errors_KBO = (predicted_KBO[..., :-1] - wanted_KBO[..., :-1]).square()
-            loss = errors_KBO.mean(dim=(1, 2)).sum()
+            errors_KBO = functional.huber_loss(predicted_KBO[..., :-1], wanted_KBO[..., :-1], reduction="none")
+            loss: Any = 2 * errors_KBO.mean(dim=(1, 2)).sum()
             if ends:
                 loss = (
                     loss
@@ -292,8 +306,11 @@ def _forward(layers: list[Any], x_KBF: Any) -> Any:
     return x_KBF
 
 
-def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions) -> dict[str, float]:
-    """Return the errors (as ``Fitted`` defines them) of the members' mean prediction on scaled held-out ``data``."""
+def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions, varies_O: NDArray[np.bool_]) -> dict[str, float]:
+    """Return the errors (as ``Fitted`` defines them) of the members' mean prediction on scaled held-out ``data``.
+
+    ``varies_O`` is False for observations and the reward if they were constant, so that the model cannot err.
+    """
     import torch
 
     with torch.no_grad():
@@ -301,9 +318,10 @@ def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions) -> dict[s
             [torch.from_numpy(one) for one in layers.values()], torch.from_numpy(data.inputs_NF)[None]
         )
     predicted_NO = members_KNO.mean(dim=0).numpy()
-    squares = np.square(predicted_NO[:, :-1] - data.targets_NO[:, :-1]).mean(axis=0)
+    squares = np.square(predicted_NO[:, :-1] - data.targets_NO[:, :-1]).mean(axis=0) * varies_O
     wrong = (predicted_NO[:, -1] > 0) != (data.targets_NO[:, -1] > 0)
     return {
-        "state": round(math.sqrt(squares[:-1].mean()), 5), "reward": round(math.sqrt(squares[-1]), 5),
+        "state": round(math.sqrt(squares[:-1].sum() / max(1, varies_O[:-1].sum())), 5),
+        "reward": round(math.sqrt(squares[-1]), 5),
         "ends": round(float(wrong.mean()), 5),
     }  # fmt: skip

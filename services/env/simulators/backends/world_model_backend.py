@@ -3,7 +3,7 @@
 An ensemble of small networks predicts the change of the observation, the reward, and whether the episode terminates,
 from observation and action (Ha & Schmidhuber 2018, arXiv 1803.10122). Each step uses one member drawn at random, so
 that a policy does not exploit the errors of a single member (trajectory sampling TS1 of Chua et al. 2018, arXiv
-1805.12114). Members predict means, so they do not reproduce randomness of the simulator itself.
+1805.12114). Members predict single values, so they do not reproduce randomness of the simulator itself.
 
 The state id seeds the draws of members. Episode ``n`` begins where the recorded episode ``n mod S`` began. With
 ``starts: anywhere`` it begins in a recorded state drawn at random, as in the short branched rollouts of Janner et al.

@@ -40,6 +40,9 @@ def record_demonstrations(
     at_random: Annotated[
         bool, typer.Option("--random", help="Sample every action at random, for a world model; keeps all episodes.")
     ] = False,
+    hold: Annotated[
+        int, typer.Option(min=1, help="With --random: keep each action for 1 to this many steps, to get further.")
+    ] = 1,
     every: Annotated[bool, typer.Option("--all", help="Also keep episodes that do not solve the task.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -52,6 +55,8 @@ def record_demonstrations(
         raise ConfigError(f"{file} has no warm_start.demonstrations: say with --to where they go")
     if at_random and (noise or checkpoint is not None):
         raise ConfigError("--random acts by itself: leave --noise and --checkpoint out")
+    if hold > 1 and not at_random:
+        raise ConfigError("--hold keeps random actions: add --random")
     sim = config.environment
     played = config.held_out_simulator if sim.backend == WORLD_MODEL else sim  # the real simulator
     scripted = checkpoint is None and not at_random
@@ -61,7 +66,7 @@ def record_demonstrations(
         load_settings().sims_dir.expanduser(),
         scripted_expert if scripted else None if checkpoint is None else partial(policy_of_checkpoint, checkpoint),
         reset_ids=[sim.reset_id(ordinal) for ordinal in range(episodes)],
-        horizon=sim.horizon, noise=noise, only_solved=not (every or at_random),
+        horizon=sim.horizon, noise=noise, hold=hold, only_solved=not (every or at_random),
         source="scripted expert" if scripted else str(checkpoint or "chance"),
         on_episode=lambda count: note(f"{count} of {episodes} episodes") if count % SAID_EVERY == 0 else None,
     )  # fmt: skip
