@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from penstock.cli import app
 from penstock.local.recording import record
 from penstock.local.world_model import Fitted, Fitting, fit, write_world_model
 from penstock.services.env.simulators import open_simulator
-from penstock.services.env.simulators.backends.world_model_backend import WorldModel, read_tensors
+from penstock.services.env.simulators.backends.world_model_backend import WorldModelBatch, read_tensors
 from penstock.shared.data.demonstrations import Demonstrations
 from penstock.shared.errors import ConfigError, DataError
 from penstock.shared.protocol.embodied.environment import OpenEnv
@@ -29,7 +30,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NOWHERE = Path("/nonexistent")
 CARTPOLE, PENDULUM = OpenEnv(env_id="CartPole-v1", num_envs=1), OpenEnv(env_id="Pendulum-v1", num_envs=1)
+ME = np.zeros(1, np.int32)
 SMALL = Fitting(members=3, hidden_sizes=(32,), epochs=40, learning_rate=1e-2)
+
+
+class WorldModel:
+    """A batch of one environment."""
+
+    def __init__(self, task: str, folder: Path, **options: Any) -> None:
+        self.batch = WorldModelBatch(task, folder, 1, **options)
+
+    @property
+    def _state(self) -> Any:
+        return self.batch._states_ND[0]
+
+    @_state.setter
+    def _state(self, value: Any) -> None:
+        self.batch._states_ND[0] = value
+
+    def reset(self, state_id: int) -> dict[str, Any]:
+        return {name: rows[0] for name, rows in self.batch.reset(ME, np.array([state_id])).items()}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, bool]:
+        seen, *columns = self.batch.step(ME, np.asarray(action)[None])
+        reward, terminated, truncated, success = (column[0].item() for column in columns)
+        return {name: rows[0] for name, rows in seen.items()}, reward, terminated, truncated, success
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +110,51 @@ def test_the_simulated_model_equals_the_trained_one(fitted: Fitted, tmp_path: Pa
         seen, reward, *_ = model.step(np.array([force], np.float32))
         np.testing.assert_allclose(seen["state"], state, atol=1e-5)
         assert reward == pytest.approx(float(out[-1].clamp(*t["reward_bounds"])), abs=1e-4)
+
+
+def alone(folder: Path, state_id: int, actions: NDArray[Any], starts: str) -> list[Any]:
+    """Play an episode as plain NumPy of one vector: the observation, reward and end of each step."""
+    t, facts = read_tensors(folder / "world_model.safetensors"), json.loads((folder / "world_model.json").read_bytes())
+    rng, weights = np.random.default_rng(state_id), [t["layers.0.weight"], t["layers.1.weight"]]
+    anywhere = starts == "anywhere"
+    state = t["states"][rng.integers(len(t["states"]))] if anywhere else t["starts"][state_id % len(t["starts"])]
+    played: list[Any] = [state.tolist()]
+    for action in actions:
+        member = int(rng.integers(len(weights[0])))
+        x = (np.concatenate([state, np.eye(2, dtype=np.float32)[action]]) - t["input_mean"]) / t["input_std"]
+        x = x @ weights[0][member] + t["layers.0.bias"][member]
+        x = x / (1 + np.exp(-np.clip(x, -60, 60)))
+        x = x @ weights[1][member] + t["layers.1.bias"][member]
+        out = x[:-1] * t["output_std"] + t["output_mean"]
+        state = np.clip(state + out[:-1], *t["state_bounds"])
+        over = bool(facts["ends"] and x[-1] > 0)
+        played.append([state.tolist(), float(np.clip(out[-1], *t["reward_bounds"])), over])
+        if over or len(played) > facts["horizon"]:
+            break
+    return played
+
+
+@pytest.mark.parametrize("starts", [pytest.param("recorded", marks=pytest.mark.long), "anywhere"])
+def test_environments_of_a_batch_play_as_if_alone(tmp_path: Path, starts: str) -> None:
+    """Bit for bit, in random parts of a batch; the episodes are longer than the draws that the model stores."""
+    poles = fit(record(CARTPOLE, NOWHERE, None, reset_ids=range(30), horizon=90), replace(SMALL, epochs=2))
+    write_world_model(tmp_path, replace(poles, facts=poles.facts | {"horizon": 90, "ends": starts == "anywhere"}))
+    batch, rng = WorldModelBatch("CartPole-v1", tmp_path, 24, starts=starts), np.random.default_rng(1)
+    everyone, state_ids, actions = np.arange(24, dtype=np.int32), rng.integers(0, 99, 24), rng.integers(0, 2, (24, 90))
+    begun = batch.reset(everyone, state_ids)["state"]
+    played: list[list[Any]] = [[state.tolist()] for state in begun]
+    running = set(everyone.tolist())
+    while running:
+        some = rng.permutation(sorted(running))[: rng.integers(1, len(running) + 1)].astype(np.int32)
+        steps = np.array([len(played[env]) - 1 for env in some.tolist()])
+        seen, rewards, terminated, truncated, _ = batch.step(some, actions[some, steps])
+        for i, env in enumerate(some.tolist()):
+            played[env].append([seen["state"][i].tolist(), float(rewards[i]), bool(terminated[i])])
+            if terminated[i] or truncated[i]:
+                running.remove(env)
+    assert played == [alone(tmp_path, int(state_ids[env]), actions[env], starts) for env in everyone.tolist()]
+    lengths = {len(one) - 1 for one in played}
+    assert max(lengths) > 64 if starts == "recorded" else min(lengths) < 90
 
 
 def test_a_model_stays_within_the_recorded_bounds(fitted: Fitted, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:  # an interpreter of simulators does not have the package
-    from penstock.services.env.simulators.child import Filmable, Outcome, Values
+    from penstock.services.env.simulators.interfaces import Filmable, Outcome, Values
 
 __all__ = ["Filmed", "Pictured", "choose_renderer", "shrunk"]
 

@@ -9,7 +9,8 @@ writes them into memory of the session, whose descriptor the service sends once 
 memory holds, by name, ``[B, ...]`` of current observations and ``[B, ...]`` of last observations of ended episodes; B
 counts the environments of all processes of the session, and each process writes its own rows.
 
-An environment that raises an error loses only its own episode: the child creates it again at its next reset.
+An environment that raises an error loses only its own episode: the child creates it again at its next reset. If the
+adapter offers ``make_batch``, one object simulates all environments of the process (``batch.py``).
 
 With ``camera``, imageio-ffmpeg films every episode (``camera.py``). With ``picture``, the environments also observe
 the camera image, as ``image``, and films show this observation. Adapters whose simulator has a camera offer
@@ -41,22 +42,22 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:  # an interpreter of simulators does not have the package
+    from penstock.services.env.simulators.batch import Batch
+    from penstock.services.env.simulators.interfaces import Environment, Values
+
 __all__ = [
     "Channel",
-    "Environment",
-    "Filmable",
-    "Outcome",
-    "Restorable",
     "SharedObservations",
-    "Values",
     "holds_message",
 ]
 
+BATCH = Path(__file__).with_name("batch.py")
 CAMERA = Path(__file__).with_name("camera.py")
 LENGTHS = struct.Struct("<II")
 WORD = 8
@@ -70,55 +71,6 @@ CAMERA_NICENESS = 10
 
 
 Message = dict[str, Any]
-Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
-"""Observations, reward, terminated, truncated, success of one step."""
-Values = dict[str, Any]
-"""Values of a snapshot by name: None, bool, int, float, str, NumPy scalars and arrays, and tuples, lists and dicts
-(with string keys) of these types."""
-
-
-class Environment(Protocol):
-    """One environment. Each adapter in ``backends`` implements it, and returns one from ``make(env_id, options)``."""
-
-    spec: Message
-    """Properties: ``observations``, name -> (shape, dtype); ``action``, (shape, dtype); ``num_actions`` or None;
-    ``low`` and ``high`` of actions; ``max_episode_steps`` or None; ``has_success``; ``versions``; ``snapshots`` (True:
-    restorable)."""
-    task: str
-    """Description of the task, or '' if there is none."""
-
-    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Start episode ``state_id``, which determines all randomness in it; return the first observations."""
-
-    def step(self, action: Any) -> Outcome:
-        """Execute one action."""
-
-    def state(self) -> bytes:
-        """Return the full state of the simulator: from equal states, equal actions lead to equal episodes."""
-
-    def close(self) -> None:
-        """Free the resources of the environment."""
-
-
-class Restorable(Environment, Protocol):
-    """An environment that continues from a stored state. Its spec has ``snapshots: True``."""
-
-    def snapshot(self) -> Values:
-        """Return everything that determines the rest of the episode. Does not change how the episode goes on."""
-
-    def restore(self, values: Values) -> None:
-        """Continue from the snapshot of another environment with the same id and options: equal actions then give
-        equal observations, rewards and ends, bit for bit."""
-
-
-class Filmable(Restorable, Protocol):
-    """An environment with a camera. Its methods for snapshots work only if its spec has ``snapshots: True``."""
-
-    frames_per_s: float
-    """Steps per second of simulated time."""
-
-    def render(self) -> NDArray[np.uint8]:
-        """Render the current state as [H, W, 3] with even H and W."""
 
 
 class Channel:
@@ -282,12 +234,17 @@ class SharedObservations:
 
 
 class Host:
-    """Holds the environments of this process and executes requests on them."""
+    """Holds the environments of this process and executes requests on them.
 
-    def __init__(self, make: Callable[[], Environment], num_envs: int, about: Message) -> None:
-        """Create the environments. ``about``: the request for them; snapshots made for another request are refused."""
-        self._make, self._about = make, about
-        self._environments: list[Environment | None] = [make() for _ in range(num_envs)]
+    Args:
+        make: creates an environment, given its number.
+        about: the request for the environments; snapshots made for another request are refused.
+        batch: the object whose rows ``make`` returns, if one object simulates all environments.
+    """
+
+    def __init__(self, make: Callable[[int], Any], num_envs: int, about: Message, batch: Batch | None = None) -> None:
+        self._make, self._about, self._batch = make, about, batch
+        self._environments: list[Environment | None] = [make(env) for env in range(num_envs)]
         first = self._environments[0]
         assert first is not None
         self.spec = first.spec
@@ -309,6 +266,8 @@ class Host:
 
     def close(self) -> None:
         """Close every environment."""
+        if self._batch is not None:
+            self._batch.close()
         for environment in self._environments:
             if environment is not None:
                 with contextlib.suppress(Exception):
@@ -317,11 +276,33 @@ class Host:
     def _reset(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         env_ids, state_ids = arrays
         lost: dict[int, str] = {}
-        hashes, tasks = np.zeros(len(env_ids), np.uint64), []
-        for i, (env, state) in enumerate(zip(env_ids.tolist(), state_ids.tolist(), strict=True)):
-            hashes[i], task = self._start(i, env, state, lost)
-            tasks.append(task)
+        hashes, tasks = self._begin(list(range(len(env_ids))), env_ids, state_ids, lost)
         return {"lost": lost, "tasks": tasks}, [hashes]
+
+    def _begin(
+        self, places: list[int], env_ids: NDArray[Any], state_ids: NDArray[Any], lost: dict[int, str]
+    ) -> tuple[NDArray[np.uint64], list[str]]:
+        """Begin episodes in the rows ``places`` of a request; return hashes of first states [n], and n tasks. Store
+        reasons of failures in ``lost``."""
+        hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
+        if self._batch is None:
+            for i in places:
+                hashes[i], tasks[i] = self._start(i, int(env_ids[i]), int(state_ids[i]), lost)
+        elif places:
+            try:
+                observations, states = self._batch.begin(env_ids[places], state_ids[places])
+            except (Exception, SystemExit) as error:  # a simulator may raise anything
+                lost.update(dict.fromkeys(places, reason_of(error)))
+                return hashes, tasks
+            for at, i in enumerate(places):
+                env = int(env_ids[i])
+                self._environments[env] = self._make(env)
+                try:
+                    self._write(self._shared.current, env, {name: rows[at] for name, rows in observations.items()})
+                    hashes[i], tasks[i] = hash_of(states[at]), self._batch.task
+                except (KeyError, ValueError) as error:
+                    self._lose(i, env, error, lost)
+        return hashes, tasks
 
     def _start(self, i: int, env: int, state: int, lost: dict[int, str]) -> tuple[int, str]:
         """Begin an episode; return the hash of its first state, and its task. Store the reason of a failure in
@@ -329,9 +310,9 @@ class Host:
         try:
             environment = self._environments[env]
             if environment is None:
-                environment = self._environments[env] = self._make()
+                environment = self._environments[env] = self._make(env)
             self._write(self._shared.current, env, environment.reset(state))
-            return state_hash(environment), environment.task
+            return hash_of(environment.state()), environment.task
         except (Exception, SystemExit) as error:  # a simulator may raise anything
             self._lose(i, env, error, lost)
         return 0, ""
@@ -343,28 +324,37 @@ class Host:
         n, C = actions.shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.full(n, C, np.int32)
         terminated, truncated, success = flags = tuple(np.zeros((n, C), np.bool_) for _ in range(3))
-        hashes, tasks = np.zeros(n, np.uint64), [""] * n
-        lost, not_started = dict[int, str](), dict[int, str]()
-        ended: list[tuple[int, int]] = []
-        for i, (env, row) in enumerate(zip(env_ids.tolist(), actions, strict=True)):
-            try:
-                if executed := self._play(i, env, row, rewards, flags):
-                    valid[i] = executed
-                    ended.append((i, env))
-            except (Exception, SystemExit) as error:  # a simulator may raise anything
-                self._lose(i, env, error, lost)
+        hashes, tasks = np.zeros(n, np.uint64), list[str]()
+        not_started: dict[int, str] = {}
+        if self._batch is None:
+            executed, lost = self._play_each(env_ids, actions, rewards, flags)
+        else:
+            executed, lost = self._batch.play(env_ids, actions, self._shared.current, rewards, flags)
         self._lose_not_finite(env_ids, lost)
-        for column in (rewards, valid, terminated, truncated, success):
+        for column in (rewards, executed, terminated, truncated, success):
             column[list(lost)] = 0
-        for i, env in ended:
-            if i in lost:
-                continue
-            for name, final in self._shared.final.items():
+        ended = np.flatnonzero(executed).tolist()
+        valid[ended], valid[list(lost)] = executed[ended], 0
+        for name, final in self._shared.final.items():
+            for env in env_ids[ended].tolist():
                 final[env] = self._shared.current[name][env]
-            if len(next_state_ids):
-                hashes[i], tasks[i] = self._start(i, env, int(next_state_ids[i]), not_started)
+        if len(next_state_ids):
+            hashes, tasks = self._begin(ended, env_ids, next_state_ids, not_started)
         found = {"lost": lost, "not_started": not_started, "tasks": tasks if any(tasks) else []}
         return found, [rewards, terminated, truncated, success, valid, hashes]
+
+    def _play_each(
+        self, env_ids: NDArray[Any], actions: NDArray[Any], rewards: NDArray[np.float32],
+        flags: Sequence[NDArray[np.bool_]],
+    ) -> tuple[NDArray[np.int32], dict[int, str]]:  # fmt: skip
+        """Execute chunks [n, C, ...] in one environment after another; see ``Batch.play``."""
+        executed, lost = np.zeros(len(env_ids), np.int32), dict[int, str]()
+        for i, (env, row) in enumerate(zip(env_ids.tolist(), actions, strict=True)):
+            try:
+                executed[i] = self._play(i, env, row, rewards, flags)
+            except (Exception, SystemExit) as error:  # a simulator may raise anything
+                self._lose(i, env, error, lost)
+        return executed, lost
 
     def _play(
         self, i: int, env: int, actions: NDArray[Any], rewards: NDArray[np.float32], flags: Sequence[NDArray[np.bool_]]
@@ -398,6 +388,8 @@ class Host:
     def _snapshot(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Return the snapshot of one environment."""
         env = int(arrays[0][0])
+        if self._batch is not None and (why := self._batch.why_lost(env)):
+            return {"lost": {0: why}}, []
         environment: Any = self._environments[env]
         seen = {name: array[env] for name, array in self._shared.current.items()}
         data = pack_values({"about": self._described(), "seen": seen, "values": environment.snapshot()})
@@ -414,10 +406,10 @@ class Host:
         try:
             environment: Any = self._environments[env]
             if environment is None:
-                environment = self._environments[env] = self._make()
+                environment = self._environments[env] = self._make(env)
             environment.restore(stored["values"])
             self._write(self._shared.current, env, stored["seen"])
-            hashes[0], task = state_hash(environment), environment.task
+            hashes[0], task = hash_of(environment.state()), environment.task
         except (Exception, SystemExit) as error:  # a simulator may raise anything
             self._lose(0, env, error, lost)
         return {"lost": lost, "tasks": [task]}, [hashes]
@@ -459,9 +451,9 @@ class Host:
                 environment.close()
 
 
-def state_hash(environment: Environment) -> int:
-    """Return a 64-bit hash of the simulator's state."""
-    return int.from_bytes(hashlib.blake2b(environment.state(), digest_size=8).digest(), "little")
+def hash_of(state: bytes) -> int:
+    """Return a 64-bit hash of a simulator's state."""
+    return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little")
 
 
 def reason_of(error: BaseException) -> str:
@@ -492,10 +484,7 @@ def load_backend(
         ValueError: the file is not a Python file, or lacks the function.
     """
     if not camera and picture is None:
-        plain: Callable[[str, Message], Environment] | None = getattr(load_file(Path(path)), "make", None)
-        if plain is None:
-            raise ValueError(f"{path} has no function make(env_id, options)")
-        return plain
+        return plain_make(load_file(Path(path)))
     cameras = load_file(CAMERA)
     cameras.choose_renderer()
     make: Callable[[str, Message], Any] | None = getattr(load_file(Path(path)), "make_with_camera", None)
@@ -503,6 +492,31 @@ def load_backend(
         raise ValueError("this simulator's adapter has no camera")
     seen = make if picture is None else (lambda env_id, options: cameras.Pictured(make(env_id, options), **picture))
     return (lambda env_id, options: cameras.Filmed(seen(env_id, options))) if camera else seen
+
+
+def plain_make(adapter: ModuleType) -> Callable[[str, Message], Environment]:
+    """Return the ``make`` of an adapter. Raises ValueError if it has none."""
+    make: Callable[[str, Message], Environment] | None = getattr(adapter, "make", None)
+    if make is None:
+        raise ValueError(f"{adapter.__file__} has no function make(env_id, options)")
+    return make
+
+
+def open_host(backend: str, request: Message) -> Host:
+    """Create the environments of a request, in one object if the adapter offers that for its options."""
+    env_id, options, num_envs = request["env_id"], request["options"], request["num_envs"]
+    about = {name: request[name] for name in ("env_id", "options", "picture")}
+    if request["camera"] or request["picture"] is not None:
+        make = load_backend(backend, camera=request["camera"], picture=request["picture"])
+    else:
+        adapter = load_file(Path(backend))
+        make_batch = getattr(adapter, "make_batch", lambda *_: None)
+        first = make_batch(env_id, options, num_envs)
+        if first is not None:
+            batch: Batch = load_file(BATCH).Batch(lambda: make_batch(env_id, options, num_envs), first, num_envs)
+            return Host(batch.row, num_envs, about, batch)
+        make = plain_make(adapter)
+    return Host(lambda _: make(env_id, options), num_envs, about)
 
 
 def die_with_parent(parent: int) -> None:
@@ -522,9 +536,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if options["camera"]:
             os.nice(CAMERA_NICENESS)
-        make = load_backend(backend, camera=options["camera"], picture=options["picture"])
-        about = {name: options[name] for name in ("env_id", "options", "picture")}
-        host = Host(lambda: make(options["env_id"], options["options"]), options["num_envs"], about)
+        host = open_host(backend, options)
     except (Exception, SystemExit) as error:  # a simulator may raise anything while it is imported
         traceback.print_exc()
         channel.send({"error": reason_of(error)})
