@@ -75,10 +75,12 @@ def end_server(stack: Any, job: str) -> None:
     family = psutil.Process(stack.pid("rollout-0")).children(recursive=True)
     server = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
     server.kill()
-    stack.until(
-        lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family),
-        "the end of every process of the server", 120, lambda: str(family),
-    )  # fmt: skip
+
+    def ended() -> bool:
+        alive = {one for one in psutil.process_iter(["status"]) if one.info["status"] != psutil.STATUS_ZOMBIE}
+        return alive.isdisjoint(family)
+
+    stack.until(ended, "the end of every process of the server", 120, lambda: str(family))
 
 
 def check_learning(
