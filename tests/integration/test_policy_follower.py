@@ -358,6 +358,14 @@ async def test_a_version_that_a_worker_cannot_read_is_not_soon_asked_for(
         assert (follower.status()["transport"], requests) == ("disk", [])
 
 
+async def until_asked(requests: list[tuple[float, WeightManifest]], times: int, lost: WeightManifest) -> None:
+    """Wait until the trainer was asked ``times`` times; check that it was asked for ``lost`` alone."""
+    async with asyncio.timeout(60):
+        while len(requests) < times:
+            await asyncio.sleep(0.01)
+    assert {(one.version, one.digest) for _, one in requests} == {(lost.version, lost.digest)}
+
+
 async def test_a_version_that_stays_unreadable_is_asked_for_in_the_end(
     bus: Bus, hosts: tuple[ServiceSettings, ServiceSettings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -370,10 +378,7 @@ async def test_a_version_that_stays_unreadable_is_asked_for_in_the_end(
         lost = trainer.publish(1, epoch=1)
         remove_files(far, JOB)
         await trainer.announce(lost)
-        async with asyncio.timeout(60):
-            while len(requests) < 2:
-                await asyncio.sleep(0.01)
-        assert {(one.version, one.digest) for _, one in requests} == {(1, lost.digest)}
+        await until_asked(requests, 2, lost)
         await trainer.show(1, epoch=1)
         await reach(follower, 1, 1)
 
@@ -388,10 +393,7 @@ async def test_a_version_whose_slots_were_removed_is_asked_for_ever_more_rarely(
         lost = trainer.publish(1, epoch=1)
         cleanup(JOB, settings)
         await trainer.announce(lost)
-        async with asyncio.timeout(60):
-            while len(requests) < 3:
-                await asyncio.sleep(0.01)
-        assert {(one.version, one.digest) for _, one in requests} == {(1, lost.digest)}
+        await until_asked(requests, 3, lost)
         assert [sum(each < at for each in times) for at, _ in requests[:3]] == [4, 4 + 8, 4 + 8 + 16]
         await trainer.show(1, epoch=1)
         await reach(follower, 1, 1)
