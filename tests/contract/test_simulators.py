@@ -58,6 +58,7 @@ from penstock.shared.protocol.embodied.environment import (
 from penstock.shared.transport.bus import Bus
 from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
 from tests.integration.test_env_service import JOB, open_session, run_env
+from tests.processes import is_alive
 
 NOWHERE = Path("/nonexistent")
 LONG_S = 600
@@ -369,7 +370,7 @@ def kill_processes(simulator: Simulator) -> None:
     for child in children:
         child.kill()
     until = time.monotonic() + 60
-    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+    while any(is_alive(child) for child in children):
         assert time.monotonic() < until, children
         time.sleep(0.01)
 

@@ -22,6 +22,7 @@ from penstock.client import Client
 from penstock.local import UpState, read_state
 from penstock.shared.config.base import with_overrides
 from penstock.shared.config.service import load_settings
+from tests.processes import is_alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -49,13 +50,6 @@ def running(directory: Path) -> UpState:
     state = read_state(directory)
     assert state is not None
     return state
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def up(directory: Path) -> UpState:
@@ -97,7 +91,7 @@ def test_a_deployment_from_up_to_down(directory: Path) -> None:
 
     state = running(directory)
     os.kill(state.pid, signal.SIGKILL)
-    wait_until(lambda: all(gone(pid) for pid in state.processes.values()), "death of the children", 10)
+    wait_until(lambda: all(not is_alive(pid) for pid in state.processes.values()), "death of the children", 10)
     wait_until(lambda: read_state(directory) is None, "the end of the lock that the supervisor held", 10)
     state = up(directory)
     check_end(state, job)
@@ -105,7 +99,7 @@ def test_a_deployment_from_up_to_down(directory: Path) -> None:
     processes = running(directory).processes
     down = penstock("down")
     assert down.returncode == 0, "it finds the only deployment of this user: " + down.stderr
-    assert all(gone(pid) for pid in (*processes.values(), state.pid))
+    assert all(not is_alive(pid) for pid in (*processes.values(), state.pid))
     assert list(load_settings().shm_dir.iterdir()) == [], "nothing is left in shared memory"
     assert "nothing runs" in penstock("down", "--data-dir", str(directory)).stderr
 

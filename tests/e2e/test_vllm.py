@@ -15,6 +15,7 @@ import pytest
 
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.protocol.events import BatchTrained
+from tests.processes import is_alive
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
@@ -75,12 +76,10 @@ def end_server(stack: Any, job: str) -> None:
     family = psutil.Process(stack.pid("rollout-0")).children(recursive=True)
     server = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
     server.kill()
-
-    def ended() -> bool:
-        alive = {one for one in psutil.process_iter(["status"]) if one.info["status"] != psutil.STATUS_ZOMBIE}
-        return alive.isdisjoint(family)
-
-    stack.until(ended, "the end of every process of the server", 120, lambda: str(family))
+    stack.until(
+        lambda: not any(is_alive(process) for process in family),
+        "the end of every process of the server", 120, lambda: str(family),
+    )  # fmt: skip
 
 
 def check_learning(

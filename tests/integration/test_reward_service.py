@@ -30,6 +30,7 @@ from penstock.shared.protocol.messages import Heartbeat, ScoreReply, ScoreReques
 from penstock.shared.protocol.trajectory import Group, decode_group, encode_group, group_headers, parse_group_header
 from penstock.shared.transport.bus import Bus, Outgoing
 from penstock.shared.transport.server import NatsServer
+from tests.processes import is_alive
 
 JOB = "job_reward_test"
 USER_CODE = """
@@ -141,7 +142,7 @@ async def test_requests_are_scored_for_as_long_as_the_job_runs(bus: Bus) -> None
 
 def scorer_processes() -> list[psutil.Process]:
     """Return the running scorer processes of services in this process, without zombies."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    children = [child for child in psutil.Process().children() if is_alive(child)]
     return [child for child in children if "penstock.services.reward.worker" in child.cmdline()]
 
 

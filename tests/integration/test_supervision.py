@@ -22,6 +22,7 @@ from penstock.local.leash import leashed
 from penstock.local.ports import claimable, free_ports
 from penstock.local.state import Claim, UpState
 from penstock.shared.errors import ConfigError, Unavailable
+from tests.processes import is_alive
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = 10.0) -> None:
@@ -44,7 +45,7 @@ def test_a_leashed_program_dies_with_its_parent() -> None:
         wait_until(lambda: child.name() == "sleep", "exec")
         parent.kill()
         parent.wait()
-        wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "death of the child")
+        wait_until(lambda: not is_alive(child), "death of the child")
 
 
 def test_a_leash_passes_arguments_and_exit_code() -> None:

@@ -21,6 +21,7 @@ from penstock.shared.config.environment import EnvironmentConfig
 from penstock.shared.config.tools import MethodTool
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
+from tests.processes import is_alive
 
 TOOLS_MODULE = """
 import os, subprocess, sys, time
@@ -256,26 +257,18 @@ async def test_a_fork_that_fails_takes_no_other_episode_with_it(
         assert (await lives("look")).text == "5"
 
 
-def is_alive(pid: int) -> bool:
-    """Return False for an ended process, even if the process that adopted it never waits for it."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.long
 async def test_episodes_whose_forking_process_died_are_lost(user_tools: None) -> None:
     async with book_of("look") as book:
         one, two = Asking(book, "one"), Asking(book, "two")
         assert [(await asking("look")).status for asking in (one, two)] == ["ok", "ok"]
-        children = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+        children = [p for p in psutil.Process().children() if is_alive(p)]
         [forker] = [p for p in children if "penstock.services.env.tools.forks" in p.cmdline()]
         episodes = forker.children(recursive=True)
         forker.send_signal(signal.SIGKILL)
         assert len(episodes) >= 2
         async with asyncio.timeout(30):
-            while any(is_alive(episode.pid) for episode in episodes):
+            while any(is_alive(episode) for episode in episodes):
                 await asyncio.sleep(0.02)
         assert [(await asking("look")).status for asking in (one, two)] == ["lost", "lost"]
         assert (await Asking(book, "three")("look")).text == "5"

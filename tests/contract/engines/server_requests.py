@@ -15,6 +15,7 @@ import pytest
 
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.generation import Token
+from tests.processes import is_alive
 
 
 async def completion(bench: Any, name: str, **sampling: Any) -> Any:
@@ -79,6 +80,6 @@ async def test_a_server_that_dies_makes_the_engine_unavailable(bench: Any, setti
     await bench.until_unavailable(asking)
     await bench.engine.close()
     async with asyncio.timeout(60):
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
+        while any(is_alive(process) for process in family):
             await asyncio.sleep(0.05)
     assert [path for path in settings.shm_dir.iterdir() if path.is_dir()] == [], "files of versions"

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.shared.errors import Conflict, PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import WeightInfo
+from tests.processes import is_alive
 
 JOB = "job_engines"
 IN_FLIGHT = 'vllm:rl_weight_update_operations_in_flight{operation="update"} 1.0'
@@ -116,7 +117,7 @@ async def test_a_server_that_is_killed_in_an_update_serves_no_version_of_it(
         with pytest.raises((Unavailable, Conflict)):
             await bench.update(2, seed=2)
         await engine.close()
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
+        while any(is_alive(process) for process in family):
             await asyncio.sleep(0.05)
         while holders():  # threads of a process that is no more may still be ending
             await asyncio.sleep(0.05)
