@@ -82,7 +82,7 @@ def one_run(baseline: Path, total: int, key: tuple[str, ...]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         if system == "job":
             finished = run_job(parse_training(job_of(task, seed, total)), Path(scratch))
-            began = finished.series("success/rate")[0][1]
+            began = finished.series("reward/mean")[0][1]
             series = [point for point in finished.series("eval/return") if point[0] > 0]
             run = Run(
                 system, task, seed, [step * STEPS_PER_UPDATE for step, _, _ in series],

@@ -291,8 +291,8 @@ class EpisodeGRPOConfig(_EpisodeAlgorithm):
     policy: OptimizerConfig = OptimizerConfig(learning_rate=3e-4, eps=1e-5, max_grad_norm=0.5)
     """Optimizer of the policy."""
     dynamic_sampling: DynamicSampling | None = None
-    """Replacement of groups without signal by new draws. A group has no signal if all its episodes succeed or all fail;
-    if the simulator does not report success, if all its returns are equal. null: train on such groups."""
+    """Replacement of groups without signal by new draws. A group has no signal if all its returns are equal, or if all
+    its episodes succeed or all fail in a simulator that reports success. null: train on such groups."""
 
 
 class SoftActorCriticConfig(_Alone):

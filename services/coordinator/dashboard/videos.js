@@ -27,7 +27,7 @@ export function showVideos({ content, signal, loop, path }) {
 function film(row, isLoaded, urls, signal) {
   const text = `version ${row.version}, reset id ${row.reset_id}: `;
   if (row.error) return make("figure", {}, make("figcaption", { class: "soft" }, `${text}no video: ${row.error}`));
-  const caption = make("figcaption", {}, `${text}${row.success ? "solved" : "not solved"} in ${row.steps} steps`);
+  const caption = make("figcaption", {}, `${text}${row.success ? "solved in " : ""}${row.steps} steps`);
   const player = make("video", { controls: true, loop: true, playsinline: true, hidden: !isLoaded });
   const load = async () => {
     const url = URL.createObjectURL(await bytes(row.href, signal));

@@ -126,7 +126,7 @@ def _episode_rows(step: int, group: EpisodeGroup) -> list[dict[str, Any]]:
                 "index": index,
                 "env": "",
                 "prompt": f"{group.meta.get('task', '')} from reset id {group.reset_id}".strip(),
-                "completion": f"{'solved' if group.succeeded[index] else 'not solved'} in {steps} steps",
+                "completion": f"solved in {steps} steps" if group.succeeded[index] else f"{steps} steps",
                 "answer": None,
                 "reset_id": group.reset_id,
                 "reward": reward,

@@ -12,8 +12,9 @@ from penstock.services.coordinator.leader.outbox import Outbox
 from penstock.services.coordinator.training.gate import Candidate, Verdict
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.data.check import SourceSummary
-from penstock.shared.protocol.events import BatchSealed, SealedGroup
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
@@ -163,3 +164,36 @@ def test_an_evaluation_after_a_fork_is_of_the_newest_batch_of_the_lineage() -> N
     measures.resume([row("eval", 5, batch=5, eval_greedy=0.4)], state)
     assert measures.goals.wanted(state) == "new best eval/greedy 0.4 after update 5"
     assert FORKED.newest_batch == 8
+
+
+class Rows:
+    """An outbox that keeps the values of the rows of METRICS."""
+
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def metrics(self, kind: str, step: int, version: int, values: dict[str, float], **more: Any) -> None:
+        self.values.append(values)
+
+
+@pytest.mark.parametrize(
+    ("environment", "rate", "shown"),
+    [({"has_success": True}, 0.0, True), ({"has_success": False}, 0.0, False), ({"has_success": False}, 0.25, True)],
+)
+def test_a_simulator_that_reports_no_success_has_no_rate_of_zero(
+    environment: dict[str, Any], rate: float, shown: bool
+) -> None:
+    job = {
+        "kind": "embodied", "name": "pole", "environment": {"task": "CartPole-v1", "horizon": 9},
+        "algorithm": {"type": "ppo"}, "train": {"batch_size": 8, "max_updates": 9},
+    }  # fmt: skip
+    rows, state = Rows(), LedgerState()
+    state.environment = environment
+    measures = Measures(parse_training(job), cast(Outbox, rows))
+    measures.begin(state, held_out=[], now=0.0)
+    metrics = {"reward/mean": 3.0, "success/rate": rate}
+    trained = BatchTrained(
+        writer_epoch=1, trainer_epoch=1, time=1.0, number=1, revision=0, version=1, digest="d", metrics=metrics
+    )
+    measures.restore(trained, 5, state)
+    assert rows.values == [{"reward/mean": 3.0} | ({"success/rate": rate} if shown else {})]

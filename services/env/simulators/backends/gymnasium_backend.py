@@ -47,7 +47,8 @@ NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the
 
 
 class GymnasiumEnvironment:
-    """One Gymnasium environment. A step counts as a success if the step's info has a true entry `success`."""
+    """One Gymnasium environment. A step is a success if its info has a true entry `success` or `is_success`, as in
+    Gymnasium-Robotics."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
         """Create the environment. Raises ValueError if the observation or action space is not supported."""
@@ -78,7 +79,13 @@ class GymnasiumEnvironment:
         """Execute one action."""
         plain = int(action) if self.spec["num_actions"] is not None else action
         observation, reward, terminated, truncated, info = self._env.step(plain)
-        return self._named(observation), float(reward), terminated, truncated, bool(info.get("success", False))
+        return (
+            self._named(observation),
+            float(reward),
+            terminated,
+            truncated,
+            bool(info.get("success") or info.get("is_success")),
+        )
 
     def state(self) -> bytes:
         """Return MuJoCo's time, positions and velocities, or else the attribute ``state``, with the random

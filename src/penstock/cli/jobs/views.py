@@ -243,7 +243,7 @@ def videos(
         show_json(rows)
         return
     shown = [
-        (row["version"], row["reset_id"], "yes" if row["success"] else "no", number(row["reward"]), row["steps"],
+        (row["version"], row["reset_id"], "yes" if row["success"] else "", number(row["reward"]), row["steps"],
          row["error"] or row["name"])
         for row in rows
     ]  # fmt: skip
