@@ -71,9 +71,9 @@ NOT_RUN = {
     "penstock amend JOB --set backend.type=megatron --set backend.tensor_parallel=2": (
         "needs two ranks; run by tests/e2e/test_backend_changes.py"
     ),
-    "penstock dlq show JOB LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
-    "penstock dlq replay JOB LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
-    "penstock dlq drop JOB LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
+    "penstock dlq show JOB DEAD_LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
+    "penstock dlq replay JOB DEAD_LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
+    "penstock dlq drop JOB DEAD_LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
     "penstock quarantine show ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",
     "penstock quarantine release ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",
     "penstock quarantine drop ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",

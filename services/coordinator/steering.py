@@ -15,7 +15,7 @@ from penstock.services.coordinator.jobs.retention import check_room
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.ledger_room import reserve_ledger
 from penstock.services.coordinator.submission import check_budget
-from penstock.services.coordinator.training.extension import check_extension, told_of_extension
+from penstock.services.coordinator.training.extension import check_extension, extension_notes
 from penstock.services.coordinator.training.ledger_cache import LedgerCache
 from penstock.shared.config.jobs.amendable import changed_keys
 from penstock.shared.config.jobs.kinds import AnyJob, parse_job, parse_training
@@ -115,7 +115,7 @@ class Steering:
 
         record = await self._store.extend(job, longer)
         await self._publish_event(job, "extend", by, {"max_updates": max_updates})
-        return record, told_of_extension(parse_training(before.spec), state, max_updates)
+        return record, extension_notes(parse_training(before.spec), state, max_updates)
 
     async def delete(self, job: str, *, checkpoints: bool) -> None:
         """Delete a finished job with its ledger, groups, metrics, events and feedback; safe to repeat.

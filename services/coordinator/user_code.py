@@ -132,8 +132,8 @@ class CodeTrials:
         if not reply.error:
             return []
         _, detail = split_error(reply.error)
-        told = "" if not reply.opened else "tried on the first row, with its reference answer as the completion: "
-        return [Finding(key=key, text=f"{told}{detail}", fatal=not reply.opened)]
+        context = "" if not reply.opened else "tried on the first row, with its reference answer as the completion: "
+        return [Finding(key=key, text=f"{context}{detail}", fatal=not reply.opened)]
 
     async def _environment(self, spec: AnyJob, example: Example | None) -> list[Finding]:
         """Have an env worker try the user's tools, or open a `verifiers` environment; return the findings."""

@@ -16,7 +16,7 @@ from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
 from penstock.shared.runtime.tasks import unexpected
 
-__all__ = ["EpisodeBook", "Handle", "World"]
+__all__ = ["EpisodeStore", "Handle", "World"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ class _Held:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class EpisodeBook:
+class EpisodeStore:
     """Holds the states of at most ``most`` episodes, each for ``idle_s`` seconds after its last request."""
 
     def __init__(self, world: World, *, most: int, idle_s: float) -> None:
         self._world, self._most, self._idle_s = world, most, idle_s
         self._held: dict[str, _Held] = {}
         self.holder = secrets.token_hex(8)
-        """Random id of this book, by which clients address it. A restarted process has other states, so another id."""
+        """Random id of this store, by which clients address it. A restarted process has other states, so another id."""
 
     def __len__(self) -> int:
         return len(self._held)

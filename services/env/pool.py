@@ -25,7 +25,7 @@ from penstock.shared.protocol.embodied.environment import (
 
 __all__ = ["BegunStep", "EnvPool"]
 
-BOOK = struct.Struct("<4sqdi?")
+STATE_HEADER = struct.Struct("<4sqdi?")
 """Header of a snapshot: format, state id, return, length and success of the episode so far. The simulator's own
 snapshot follows."""
 FORMAT = b"PSN1"
@@ -98,7 +98,7 @@ class EnvPool:
         """Wait for the simulator, and return the reply."""
         request, env_ids, following = begun.request, begun.request.env_ids, begun.following
         chunk = self._simulator.finish_step(begun.stepping)
-        reply = self._book(request, chunk)
+        reply = self._record(request, chunk)
         if request.auto_reset:
             fresh = reply.ended & ~_mask(chunk.not_started, len(env_ids))
             self._begin(env_ids[fresh], following[fresh])
@@ -118,11 +118,15 @@ class EnvPool:
         self._check_running(env_ids)
         stored = self._simulator.snapshot(env_ids)
         lost = _mask(stored.lost, len(env_ids))
-        books = [
-            BOOK.pack(FORMAT, self._state_ids_B[e], self._returns_B[e], self._lengths_B[e], self._succeeded_B[e])
+        headers = [
+            STATE_HEADER.pack(
+                FORMAT, self._state_ids_B[e], self._returns_B[e], self._lengths_B[e], self._succeeded_B[e]
+            )
             for e in env_ids.tolist()
         ]
-        found = [b"" if gone else book + data for gone, book, data in zip(lost, books, stored.snapshots, strict=True)]
+        found = [
+            b"" if gone else header + data for gone, header, data in zip(lost, headers, stored.snapshots, strict=True)
+        ]
         self._lose(env_ids[lost])
         return SnapshotReply(
             seq=request.seq,
@@ -143,16 +147,16 @@ class EnvPool:
         self._check_snapshots()
         env_ids = self._checked_ids(request.env_ids)
         parts = _parts(request, len(env_ids))
-        books = [BOOK.unpack_from(part) for part in parts]
-        if any(book[0] != FORMAT for book in books):
+        headers = [STATE_HEADER.unpack_from(part) for part in parts]
+        if any(header[0] != FORMAT for header in headers):
             raise ProtocolError("snapshots: this is none, or one of another version")
         self._running_B[env_ids] = False
-        started = self._simulator.restore(env_ids, [part[BOOK.size :] for part in parts])
-        reply = self._started(request, np.asarray([book[1] for book in books], np.int64), started)
+        started = self._simulator.restore(env_ids, [part[STATE_HEADER.size :] for part in parts])
+        reply = self._started(request, np.asarray([header[1] for header in headers], np.int64), started)
         kept = np.flatnonzero(~reply.lost)
         self._restored_B[env_ids[kept]] = True
         for columns, place in ((self._returns_B, 2), (self._lengths_B, 3), (self._succeeded_B, 4)):
-            columns[env_ids[kept]] = [books[i][place] for i in kept.tolist()]
+            columns[env_ids[kept]] = [headers[i][place] for i in kept.tolist()]
         return reply
 
     def film(self, request: FilmRequest) -> FilmReply:
@@ -179,7 +183,7 @@ class EnvPool:
             reasons=_reasons(len(env_ids), started.lost),
         )
 
-    def _book(self, request: StepRequest, chunk: Chunk) -> StepReply:
+    def _record(self, request: StepRequest, chunk: Chunk) -> StepReply:
         """Record the results of a chunk, before the next episodes begin, and return the reply."""
         env_ids = request.env_ids
         n = len(env_ids)
@@ -278,7 +282,7 @@ def _parts(request: RestoreRequest, n: int) -> list[bytes]:
     """Return the ``n`` snapshots of a request. Raises ProtocolError if ``request.sizes`` does not fit its data."""
     data, sizes = request.snapshots, request.sizes
     total = sum(sizes.ravel().tolist())  # of Python, whose numbers do not wrap around
-    if data.ndim != 1 or sizes.shape != (n,) or sizes.min() < BOOK.size or total != data.size:
+    if data.ndim != 1 or sizes.shape != (n,) or sizes.min() < STATE_HEADER.size or total != data.size:
         raise ProtocolError("sizes: the length of one snapshot per environment is needed")
     return [part.tobytes() for part in np.split(data, np.cumsum(sizes)[:-1])]
 

@@ -8,7 +8,7 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-from penstock.services.env.episodes import EpisodeBook, World
+from penstock.services.env.episodes import EpisodeStore, World
 from penstock.services.env.tools.pool import ToolPool
 from penstock.services.env.tools.template import ObjectTemplate
 from penstock.services.env.verifiers import VerifiersHost
@@ -61,7 +61,7 @@ class ToolSession:
             self._world = ObjectTemplate(methods) if methods else None
             self._limit_s = config.tool_timeout_s
             self._names = [tool.name for tool in config.tools]
-        self._book = EpisodeBook(self._world, most=most, idle_s=config.idle_timeout_s) if self._world else None
+        self._episodes = EpisodeStore(self._world, most=most, idle_s=config.idle_timeout_s) if self._world else None
         self._asked: dict[str, asyncio.Task[ToolReply]] = {}
         self._draining = asyncio.Event()
         self.ended = asyncio.Event()
@@ -75,19 +75,19 @@ class ToolSession:
             if self._pool is not None:
                 closing.push_async_callback(self._pool.close)
                 await self._pool.start()
-            if self._book is not None and self._world is not None:
+            if self._episodes is not None and self._world is not None:
                 closing.push_async_callback(self._world.close)
-                closing.push_async_callback(self._book.close)
+                closing.push_async_callback(self._episodes.close)
                 await self._world.start()
-                idle = asyncio.create_task(self._book.give_up_idle())
+                idle = asyncio.create_task(self._episodes.give_up_idle())
                 closing.callback(idle.cancel)
             closing.push_async_callback(self._end_calls)
             await self._serve()
 
     async def _serve(self) -> None:
         held: Server | None = None
-        if self._book is not None:  # first, so that a client that learns of a holder can reach it
-            held = await self._bus.serve(subjects.env(self._book.holder), self._on_request, max_concurrent=MAX_HELD)
+        if self._episodes is not None:  # first, so that a client that learns of a holder can reach it
+            held = await self._bus.serve(subjects.env(self._episodes.holder), self._on_request, max_concurrent=MAX_HELD)
         server = await self._bus.serve(
             subjects.tools(self.job), self._on_request, queue=QUEUE, max_concurrent=MAX_CONCURRENT
         )
@@ -102,7 +102,7 @@ class ToolSession:
     async def _let_episodes_end(self) -> None:
         """While draining, wait at most ``drain_s`` for held episodes, because they cannot move to another worker."""
         end = time.monotonic() + self._drain_s
-        while self._draining.is_set() and self._book and time.monotonic() < end:
+        while self._draining.is_set() and self._episodes and time.monotonic() < end:
             await asyncio.sleep(DRAIN_CHECK_S)
 
     async def _end_calls(self) -> None:
@@ -147,8 +147,8 @@ class ToolSession:
         return reply
 
     async def _carry_out(self, id: str, request: ToolRequest) -> ToolReply:
-        if request.state is not None and self._book is not None:
-            return await self._book.ask(id, request, self._limit_s)
+        if request.state is not None and self._episodes is not None:
+            return await self._episodes.ask(id, request, self._limit_s)
         if request.state is None and self._pool is not None:
             if request.name not in self._names:
                 text = f"there is no tool '{request.name}'; there is: {', '.join(self._names)}"
@@ -159,8 +159,8 @@ class ToolSession:
     def status(self) -> dict[str, Any]:
         """Return this process's entry for the job, for its heartbeat."""
         row: dict[str, Any] = {**{f"tool_{name}": n for name, n in self._counts.items()}, "running": self._busy}
-        if self._book is not None:
-            row["tool_episodes"] = len(self._book)
+        if self._episodes is not None:
+            row["tool_episodes"] = len(self._episodes)
         refused = (self._pool and self._pool.refused) or (self._world and self._world.refused)
         if refused:
             since, why = refused

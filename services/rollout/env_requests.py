@@ -80,8 +80,8 @@ class EnvRequests:
     async def _keep(self, name: str, request: ToolRequest, holder: str) -> None:
         """Notify the env worker ``holder`` that its first reply arrived; else the worker drops the state early."""
         with suppress(Unavailable):  # then this state is dropped as well, and the episode restarts
-            told = ToolRequest(purpose="keep", state=request.state)
-            await self._bus.notify(subjects.env(holder), pack(told, job=self._job, id=f"{name}#keep"))
+            kept = ToolRequest(purpose="keep", state=request.state)
+            await self._bus.notify(subjects.env(holder), pack(kept, job=self._job, id=f"{name}#keep"))
 
     async def _ask_any(self, key: str, name: str, request: ToolRequest, stop: Callable[[], None]) -> ToolReply:
         stopped = False

@@ -27,7 +27,7 @@ class Episode:
 
     Attributes:
         token_ids, logprobs, mask: [N]; log-probs of tokens that the policy did not choose are 0 and meaningless.
-        told: observation that no turn has answered yet; not part of the trajectory.
+        observation: observation that no turn has answered yet; not part of the trajectory.
         num_turns: number of turns of the policy.
         answer: text of the last turn. transcript: text of everything after the prompt.
         error: reason why the trajectory failed; empty if it did not.
@@ -38,7 +38,7 @@ class Episode:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
-    told: list[int] = field(default_factory=list)
+    observation: list[int] = field(default_factory=list)
     num_turns: int = 0
     answer: str = ""
     transcript: str = ""
@@ -63,10 +63,15 @@ class Episode:
         if not sample.token_ids:
             return
         first = sample.spans[0]
-        self._append(self.told, [0.0] * len(self.told), 0, [Span(first.version, 0, len(self.told), first.weights)])
+        self._append(
+            self.observation,
+            [0.0] * len(self.observation),
+            0,
+            [Span(first.version, 0, len(self.observation), first.weights)],
+        )
         self._append(sample.token_ids, sample.logprobs, 1, sample.spans)
         self.answer, self.transcript = text, self.transcript + self._observation_text + text
-        self.told, self._observation_text = [], ""
+        self.observation, self._observation_text = [], ""
         if sample.experts is not None:  # a token's experts are those of its first computation
             known = self._experts
             rows = sample.experts if known is None else np.concatenate([known, sample.experts[len(known) :]])
@@ -74,7 +79,7 @@ class Episode:
 
     def hear(self, token_ids: list[int], text: str) -> None:
         """Set the observation for the next turn."""
-        self.told, self._observation_text = token_ids, text
+        self.observation, self._observation_text = token_ids, text
 
     def fail(self, error: str) -> None:
         """Mark the trajectory as failed, so that it is not trained."""

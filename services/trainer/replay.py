@@ -25,7 +25,7 @@ from penstock.services.trainer.batch.inputs import Untrainable, read_manifests
 from penstock.services.trainer.checkpoint.state import read_manifest
 from penstock.services.trainer.environment import environment_differences
 from penstock.services.trainer.learners.job_learner import JobLearner
-from penstock.services.trainer.learners.nearness import Nearness, copy_weights
+from penstock.services.trainer.learners.replay_tolerance import ReplayTolerance, copy_weights
 from penstock.services.trainer.ranks.heartbeats import Threads, meet
 from penstock.services.trainer.ranks.process_group import Place
 from penstock.services.trainer.replica import Replica
@@ -59,18 +59,20 @@ class Recorded:
     gradient_norms: dict[int, float | None]
     checkpoints: dict[int, Path]
 
-    async def compare(self, near: Nearness, replica: Replica, number: int, metrics: Mapping[str, float]) -> list[str]:
+    async def compare(
+        self, tolerance: ReplayTolerance, replica: Replica, number: int, metrics: Mapping[str, float]
+    ) -> list[str]:
         """Compare the replayed batch ``number`` with the records, and return the results as text.
 
         Loads a checkpoint of the original training if there is one after this batch; then restores the replica's state.
         """
-        found = [near.gradient(_gradient_norm(metrics), self.gradient_norms.get(number))]
+        found = [tolerance.gradient(_gradient_norm(metrics), self.gradient_norms.get(number))]
         if number in self.checkpoints:
             replayed = await replica.write(copy_weights)
             await replica.snapshot()
             try:
                 await replica.load(self.checkpoints[number])
-                found.append(near.checkpoint(number, replayed, await replica.write(copy_weights)))
+                found.append(tolerance.checkpoint(number, replayed, await replica.write(copy_weights)))
             except CheckpointError as error:
                 found.append(str(error))
             await replica.restore()
@@ -116,7 +118,7 @@ class Replay:
         written = [self._path(c) for c in (base, *(c for c in checkpoints if base.number < c.number))]
         differences = _differences(written, replica.learner.environment())
         recorded = await self._recorded(checkpoints) if differences else None
-        near = Nearness(await replica.write(copy_weights) if differences else {}, pins.get("dtype", ""))
+        tolerance = ReplayTolerance(await replica.write(copy_weights) if differences else {}, pins.get("dtype", ""))
         same = total = 0
         for number in (n for n in sorted(trained) if base.number < n <= last):
             event = trained[number]
@@ -130,15 +132,17 @@ class Replay:
             same += match
             row = ReplayRow(batch=number, total=last, match=match, detail=digest)
             if recorded is not None and not match:
-                found = await recorded.compare(near, replica, number, metrics)
-                row = msgspec.structs.replace(row, near=near.within, detail="; ".join([digest, *found]))
+                found = await recorded.compare(tolerance, replica, number, metrics)
+                row = msgspec.structs.replace(row, near=tolerance.within, detail="; ".join([digest, *found]))
             await self._report(row)
         summary = f"{same} of {total} updates after checkpoint {base.number} gave the same weight digest{unusable}"
         if differences:
             summary += f"; another environment ({', '.join(differences)}) gives other bits"
         if differences and same < total:
-            summary += f"; {near.summary()}"
-        ok = (same == total and (total > 0 or not skipped)) or (bool(differences) and near.compared and near.within)
+            summary += f"; {tolerance.summary()}"
+        ok = (same == total and (total > 0 or not skipped)) or (
+            bool(differences) and tolerance.compared and tolerance.within
+        )
         return ReplayRow(done=True, ok=ok, total=total, summary=summary)
 
     async def _recorded(self, checkpoints: list[Checkpointed]) -> Recorded:

@@ -242,7 +242,7 @@ class Replica:
 
         Args:
             what: description of the work for logs and errors.
-            meets: whether ``work`` contains collectives. If it fails, the other ranks are then told at once, because
+            meets: whether ``work`` contains collectives. If it fails, the other ranks are notified at once, because
                 they may wait for this rank in a collective.
         """
 

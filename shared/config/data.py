@@ -134,14 +134,14 @@ def source_names(sources: Sequence[Source]) -> list[str]:
     return names
 
 
-def _told_apart(sources: list[Source]) -> list[Source]:
+def _check_names(sources: list[Source]) -> list[Source]:
     shared = [name for name, times in Counter(source_names(sources)).items() if times > 1]
     if shared:
         raise ValueError(f"several sources have the name '{shared[0]}': give each a name of its own")
     return sources
 
 
-Sources = Annotated[list[Source], AfterValidator(_told_apart)]
+Sources = Annotated[list[Source], AfterValidator(_check_names)]
 """Sources with unique names."""
 
 

@@ -123,7 +123,7 @@ class EnvironmentConfig(EpisodeConfig):
     """Text that scorers see as the completion: `answer`, the last turn; `transcript`, everything after the prompt."""
 
     @model_validator(mode="after")
-    def _tools_can_be_told_apart(self) -> EnvironmentConfig:
+    def _tools_are_distinct(self) -> EnvironmentConfig:
         names = [tool.name for tool in self.tools]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"tools: {', '.join(twice)}: names must differ")

@@ -178,8 +178,8 @@ def _end_all() -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         try:
-            buried, _ = os.waitpid(-1, os.WNOHANG)
+            reaped, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
-        if not buried:
+        if not reaped:
             time.sleep(0.001)

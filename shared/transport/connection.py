@@ -418,13 +418,13 @@ class Connection:
             log.warning("reconnected to NATS at %s", self.where)
 
     async def _redial(self) -> Any:
-        told = time.monotonic()
+        reminded = time.monotonic()
         while True:
             try:
                 return await self._dial(DIAL_S)
             except (Unavailable, ConfigError) as error:
-                if time.monotonic() - told > REMIND_S:
-                    told = time.monotonic()
+                if time.monotonic() - reminded > REMIND_S:
+                    reminded = time.monotonic()
                     log.warning("still not connected to NATS at %s: %s", self.where, error)
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 

@@ -126,7 +126,7 @@ class _Process:
             self._starting = False
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes], offset: int, silence_s: float) -> None:
-        began = told = looked = time.monotonic()
+        began = reported = looked = time.monotonic()
         progress = Progress(process.pid, self.log, silence_s)
         while not self._is_ready():
             if process.poll() is not None:
@@ -140,8 +140,8 @@ class _Process:
                         f"{self.name} is not ready after {now - began:.0f} s and did nothing for {silence_s:g} s: it "
                         f"was killed. Its last lines: {' | '.join(self._lines(offset)[-LAST_LINES:])}; see {self.log}"
                     )
-            if now - told >= REPORT_S:
-                told = now
+            if now - reported >= REPORT_S:
+                reported = now
                 doing = self._lines(offset)[-1]
                 self.report(f"{self.name} has been starting for {now - began:.0f} s; its last line of log: {doing}")
             time.sleep(min(POLL_S * 10, POLL_S + (now - began) / 100))

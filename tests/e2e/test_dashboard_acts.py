@@ -368,7 +368,7 @@ def test_dead_letters_are_shown_replayed_and_forgotten(stack: Any, page: Page, e
     assert [one.id for one in stack.client.dead_letters.list(running)] == [drawn.id]
 
     table.locator(f"tr[data-key='{drawn.id}']").get_by_role("button", name="replay").click()
-    page.get_by_text(f"Letter {drawn.id}: replay is asked for.").wait_for()
+    page.get_by_text(f"Dead letter {drawn.id}: replay is asked for.").wait_for()
     expect(table.locator(f"tr[data-key='{drawn.id}']")).to_have_count(0)
     assert operation(stack, running, "replay_dead_letter").state == "succeeded"
     assert [event.letter for event in stack.ledger(running) if isinstance(event, Redrawn)] == [drawn.id]

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from penstock.local.child import ServiceRanks
-from penstock.services.trainer.learners.nearness import BOUNDS
+from penstock.services.trainer.learners.replay_tolerance import BOUNDS
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event, LineageForked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]

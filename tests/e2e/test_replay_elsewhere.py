@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.local import read_state
-from penstock.services.trainer.learners.nearness import BOUNDS
+from penstock.services.trainer.learners.replay_tolerance import BOUNDS
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.messages import ReplayRow

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.cli.deployment.doctor import _engines
-from penstock.local.engines import _digest, _Made, _pins, _write
+from penstock.local.engines import _digest, _Installation, _pins, _write
 from penstock.services.env.simulators import INSTALLED
 from penstock.shared.config.service import ServiceSettings
 
@@ -100,13 +100,13 @@ def test_broken_engine_installations_are_named_with_their_fix(tmp_path: Path) ->
     python.parent.mkdir(parents=True)
     assert finding() == ("warning", f"engine 'vllm': {folder} has no environment of it", install)
     pins = _digest(_pins("vllm"))
-    _write(folder, _Made(pins, done=0))
+    _write(folder, _Installation(pins, done=0))
     assert finding() == ("warning", f"engine 'vllm': its installation in {folder} was interrupted", install)
-    _write(folder, _Made("of an earlier release", complete=True))
+    _write(folder, _Installation("of an earlier release", complete=True))
     assert finding() == (
         "warning", f"engine 'vllm': {folder} has other versions than this Penstock needs", install,
     )  # fmt: skip
-    _write(folder, _Made(pins, complete=True))
+    _write(folder, _Installation(pins, complete=True))
     state, detail, fix = finding()
     assert (state, fix) == ("warning", again)
     assert f"{python} does not run: " in detail

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.env import episodes
-from penstock.services.env.episodes import EpisodeBook
+from penstock.services.env.episodes import EpisodeStore
 from penstock.services.env.tools.template import ObjectTemplate
 from penstock.shared.config.environment import EnvironmentConfig
 from penstock.shared.config.tools import MethodTool
@@ -85,10 +85,10 @@ def method(name: str, **changes: Any) -> dict[str, Any]:
 
 
 class Asking:
-    """Sends the numbered requests of one episode to an ``EpisodeBook``."""
+    """Sends the numbered requests of one episode to an ``EpisodeStore``."""
 
-    def __init__(self, book: EpisodeBook, episode: str, *, seed: int = 5, **row: Any) -> None:
-        self._book, self._state = book, EpisodeState(episode=episode, seed=seed, row=row)
+    def __init__(self, store: EpisodeStore, episode: str, *, seed: int = 5, **row: Any) -> None:
+        self._store, self._state = store, EpisodeState(episode=episode, seed=seed, row=row)
         self.number = 0
 
     async def __call__(
@@ -97,29 +97,29 @@ class Asking:
         self.number -= again
         state = replace(self._state, number=self.number)
         request = ToolRequest(name=name, arguments=arguments, purpose=purpose, state=state)
-        reply = await self._book.ask(f"{state.episode}#{self.number}", request, limit_s)
+        reply = await self._store.ask(f"{state.episode}#{self.number}", request, limit_s)
         self.number += 1
         return replace(reply, holder="")
 
 
 @asynccontextmanager
-async def book_of(*names: str, most: int = 8, idle_s: float = 600.0) -> AsyncIterator[EpisodeBook]:
+async def store_of(*names: str, most: int = 8, idle_s: float = 600.0) -> AsyncIterator[EpisodeStore]:
     config = EnvironmentConfig.parse({"tools": [method(name) for name in names]})
     template = ObjectTemplate([tool for tool in config.tools if isinstance(tool, MethodTool)])
     await template.start()
     assert template.refused is None
-    book = EpisodeBook(template, most=most, idle_s=idle_s)
+    store = EpisodeStore(template, most=most, idle_s=idle_s)
     try:
-        yield book
+        yield store
     finally:
-        await book.close()
+        await store.close()
         await template.close()
 
 
 async def test_an_object_lives_as_long_as_its_episode(user_tools: None, tmp_path: Path) -> None:
     closed = tmp_path / "closed"
-    async with book_of("add", "look", "break_", most=3) as book:
-        one, two = Asking(book, "one", closed=str(closed)), Asking(book, "two", start=50)
+    async with store_of("add", "look", "break_", most=3) as store:
+        one, two = Asking(store, "one", closed=str(closed)), Asking(store, "two", start=50)
         assert (await one("add", by=1)).text == "6"
         assert (await two("look")).text == "55", "the state depends on seed and row alone"
         assert (await one("add", by=2, again=False)).text == "8"
@@ -129,22 +129,22 @@ async def test_an_object_lives_as_long_as_its_episode(user_tools: None, tmp_path
         assert (await one("break_")).status == "failed"
         assert (await one("look")).text == "8", "an exception changes no state"
         assert (await one(purpose="reward", answer="8")).text == "1.0"
-        assert (await Asking(book, "three")(purpose="reward", answer="9")).text == "0.0", (
+        assert (await Asking(store, "three")(purpose="reward", answer="9")).text == "0.0", (
             "an object without calls is created for its reward"
         )
         with pytest.raises(Unavailable, match="has 3 episodes"):
-            await Asking(book, "four")("look")
+            await Asking(store, "four")("look")
         assert not closed.exists()
         await one(purpose="end")
         assert closed.read_text() == "8"
-        assert len(book) == 2
-        assert (await Asking(book, "four")("look")).text == "5"
+        assert len(store) == 2
+        assert (await Asking(store, "four")("look")).text == "5"
         assert (await one("look")).status == "lost"
 
 
 async def test_a_state_that_is_gone_is_never_replaced(user_tools: None) -> None:
-    async with book_of("add", "look", "die", "hang") as book:
-        dies, hangs, lives = (Asking(book, name) for name in ("dies", "hangs", "lives"))
+    async with store_of("add", "look", "die", "hang") as store:
+        dies, hangs, lives = (Asking(store, name) for name in ("dies", "hangs", "lives"))
         for asking in (dies, hangs, lives):
             assert (await asking("add", by=1)).status == "ok"
         broken = await asyncio.gather(dies("die"), hangs("hang", limit_s=0.5))
@@ -157,7 +157,7 @@ async def test_a_state_that_is_gone_is_never_replaced(user_tools: None) -> None:
         assert [reply.text for reply in after] == [reply.text for reply in broken]
         assert all(reply.gone for reply in (*broken, *after))
         assert (await lives("look")).text == "6", "other episodes are not affected"
-        late = Asking(book, "unknown")
+        late = Asking(store, "unknown")
         late.number = 3
         assert (await late("look")).status == "lost", "another worker had the first three requests"
         dies.number += 1
@@ -166,12 +166,12 @@ async def test_a_state_that_is_gone_is_never_replaced(user_tools: None) -> None:
 
 
 async def test_a_state_that_nobody_uses_is_given_up(user_tools: None) -> None:
-    async with book_of("look", idle_s=0.2) as book:
-        asking = Asking(book, "idle")
+    async with store_of("look", idle_s=0.2) as store:
+        asking = Asking(store, "idle")
         assert (await asking("look")).status == "ok"
-        giving_up = asyncio.create_task(book.give_up_idle())
+        giving_up = asyncio.create_task(store.give_up_idle())
         async with asyncio.timeout(30):
-            while len(book):
+            while len(store):
                 await asyncio.sleep(0.02)
         giving_up.cancel()
         assert (await asking("look")).status == "lost"
@@ -181,10 +181,10 @@ async def test_a_state_that_nobody_uses_is_given_up(user_tools: None) -> None:
 async def test_a_slow_failing_end_of_an_episode_ends_no_other(
     user_tools: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with book_of("look", idle_s=0.4) as book:
-        slow, used, later = (Asking(book, name) for name in ("slow", "used", "later"))
+    async with store_of("look", idle_s=0.4) as store:
+        slow, used, later = (Asking(store, name) for name in ("slow", "used", "later"))
         assert [(await asking("look")).status for asking in (slow, used)] == ["ok", "ok"]
-        handle = book._held["slow"].handle
+        handle = store._held["slow"].handle
         assert handle is not None
         close = handle.close
 
@@ -194,13 +194,13 @@ async def test_a_slow_failing_end_of_an_episode_ends_no_other(
             raise RuntimeError("somebody else reads the stream")
 
         handle.close = fail_late  # type: ignore[method-assign]
-        giving_up = asyncio.create_task(book.give_up_idle())
+        giving_up = asyncio.create_task(store.give_up_idle())
         async with asyncio.timeout(30):
-            while "slow" in book._held:
+            while "slow" in store._held:
                 assert (await used("look")).status == "ok"
                 await asyncio.sleep(0.02)
             assert (await later("look")).status == "ok"
-            while "later" in book._held:
+            while "later" in store._held:
                 assert (await used("look")).status == "ok", "while others end"
                 await asyncio.sleep(0.02)
         giving_up.cancel()
@@ -212,15 +212,15 @@ async def test_a_state_whose_first_answer_nobody_received_is_given_up_soon(
     user_tools: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episodes, "UNHEARD_S", -59.0)  # so that it stays for 1 s
-    async with book_of("look") as book:
-        unheard, kept, used = (Asking(book, name) for name in ("unheard", "kept", "used"))
+    async with store_of("look") as store:
+        unheard, kept, used = (Asking(store, name) for name in ("unheard", "kept", "used"))
         for asking in (unheard, kept, used):
             assert (await asking("look")).status == "ok"
         await kept(purpose="keep", again=True)
         await used("look")
-        giving_up = asyncio.create_task(book.give_up_idle())
+        giving_up = asyncio.create_task(store.give_up_idle())
         async with asyncio.timeout(30):
-            while len(book) == 3:
+            while len(store) == 3:
                 await asyncio.sleep(0.02)
         await asyncio.sleep(1.1)
         giving_up.cancel()
@@ -228,8 +228,8 @@ async def test_a_state_whose_first_answer_nobody_received_is_given_up_soon(
 
 
 async def test_a_state_that_is_ready_too_late_is_given_up(user_tools: None) -> None:
-    async with book_of("look") as book:
-        world = book._world
+    async with store_of("look") as store:
+        world = store._world
         begin = world.begin
 
         async def begin_late(state: EpisodeState) -> Any:
@@ -240,27 +240,27 @@ async def test_a_state_that_is_ready_too_late_is_given_up(user_tools: None) -> N
         world.begin = begin_late  # type: ignore[method-assign]
         request = ToolRequest(name="look", state=EpisodeState(episode="e", seed=5), start_by=time.time() + 0.2)
         with pytest.raises(Unavailable, match="too late"):
-            await book.ask("e#0", request, 30.0)
-        assert len(book) == 0
-        assert (await Asking(book, "e")("look")).text == "5"
+            await store.ask("e#0", request, 30.0)
+        assert len(store) == 0
+        assert (await Asking(store, "e")("look")).text == "5"
 
 
 async def test_a_fork_that_fails_takes_no_other_episode_with_it(
     user_tools: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORKS", "limit")
-    async with book_of("look") as book:
-        lives = Asking(book, "lives")
+    async with store_of("look") as store:
+        lives = Asking(store, "lives")
         assert (await lives("look")).text == "5"
-        refused = await Asking(book, "refused")("look")
+        refused = await Asking(store, "refused")("look")
         assert (refused.status, "no processes left" in refused.text) == ("failed", True)
         assert (await lives("look")).text == "5"
 
 
 @pytest.mark.long
 async def test_episodes_whose_forking_process_died_are_lost(user_tools: None) -> None:
-    async with book_of("look") as book:
-        one, two = Asking(book, "one"), Asking(book, "two")
+    async with store_of("look") as store:
+        one, two = Asking(store, "one"), Asking(store, "two")
         assert [(await asking("look")).status for asking in (one, two)] == ["ok", "ok"]
         children = [p for p in psutil.Process().children() if is_alive(p)]
         [forker] = [p for p in children if "penstock.services.env.tools.forks" in p.cmdline()]
@@ -271,17 +271,17 @@ async def test_episodes_whose_forking_process_died_are_lost(user_tools: None) ->
             while any(is_alive(episode) for episode in episodes):
                 await asyncio.sleep(0.02)
         assert [(await asking("look")).status for asking in (one, two)] == ["lost", "lost"]
-        assert (await Asking(book, "three")("look")).text == "5"
+        assert (await Asking(store, "three")("look")).text == "5"
 
 
 async def test_nothing_that_an_episode_started_outlives_its_job(user_tools: None) -> None:
     config = EnvironmentConfig.parse({"tools": [method("start")]})
     template = ObjectTemplate([tool for tool in config.tools if isinstance(tool, MethodTool)])
-    book = EpisodeBook(template, most=8, idle_s=600)
-    ended, held = [int((await Asking(book, name)("start")).text) for name in ("ended", "held")]
-    await Asking(book, "ended")(purpose="end")
+    store = EpisodeStore(template, most=8, idle_s=600)
+    ended, held = [int((await Asking(store, name)("start")).text) for name in ("ended", "held")]
+    await Asking(store, "ended")(purpose="end")
     await template.close()
-    await book.close()
+    await store.close()
     async with asyncio.timeout(10):
         while any(is_alive(pid) for pid in (ended, held)):
             await asyncio.sleep(0.02)
@@ -303,6 +303,6 @@ async def test_objects_that_cannot_be_created_fail_with_the_reason(
     await template.start()
     assert template.refused is not None
     assert message in template.refused[1]
-    book = EpisodeBook(template, most=1, idle_s=60)
-    reply = await Asking(book, "e")("look")
+    store = EpisodeStore(template, most=1, idle_s=60)
+    reply = await Asking(store, "e")("look")
     assert (reply.status, message in reply.text) == ("failed", True)

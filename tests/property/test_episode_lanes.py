@@ -193,8 +193,8 @@ def test_every_episode_ends_once_with_its_own_columns(
             assert not bad
             assert plan.version is None or set(decided_by[number]) == {plan.version}
             check_record(episode.record, number, plan, chunk=chunk, horizon=horizon, versions=decided_by[number])
-        elif episode.overtaken is not None:
-            assert plan.version not in {None, episode.overtaken}
+        elif episode.superseded_by is not None:
+            assert plan.version not in {None, episode.superseded_by}
         else:
             assert bad or plan.unwanted_after is not None
             assert episode.lost in {"no scene", "it broke", "a reward is not finite", "nobody waits for it"}

@@ -132,6 +132,118 @@ def test_docstrings_begin_with_their_subject() -> None:
     assert found == [], "name the thing, or the actor"
 
 
+PRIVATE_WORDS = {
+    "beginnings": "prefix index", "book": "store, record", "books": "audit, records", "bury": "store as a dead letter",
+    "buried": "dead-lettered", "crew": "rank group", "desk": "service", "desks": "services", "fate": "status, outcome",
+    "fates": "statuses", "holdings": "key quota", "letter": "dead letter", "letters": "dead letters",
+    "letterbox": "dead-letter queue", "muted": "not served", "nearness": "tolerance, distance",
+    "overtaken": "superseded", "soil": "mark dirty", "soiled": "dirty", "story": "audit", "stories": "audits",
+    "telling": "publishing", "told": "published, reported", "wish": "desired state", "wishes": "desired states",
+}  # fmt: skip
+"""Words that had a meaning in this project only, with the words of the field."""
+PRIVATE_NAMES = {
+    "carrier": "EffectPublisher", "leaderline": "LeaderRpc", "levels": "gauges", "made": "lineage",
+    "offers": "off-policy examples", "once": "deduplication", "over": "closed episodes", "parked": "unmatched feedback",
+    "pointer": "served version", "recalled": "recovered", "remembered": "recovered",
+}  # fmt: skip
+"""Common words that say too little, or something else, as the whole name of a class or module."""
+PRIVATE_WORDS_ALLOWED = {
+    "services/coordinator/api/jobs/deadletters.py": ({"letter"}, "parameter of the routes of dead letters"),
+    "services/coordinator/leader/runner.py": ({"told"}, "is_told"),
+    "services/coordinator/queries/samples.py": ({"letter", "letters"}, "of the alphabet"),
+    "services/coordinator/training/run.py": ({"letter", "fate"}, "field of Redrawn; a local variable"),
+    "services/reward/scorers/similarity.py": ({"letters"}, "of the alphabet"),
+    "shared/config/online/patterns.py": ({"letter"}, "of the alphabet"),
+    "shared/protocol/events/training.py": ({"letter"}, "stored field of Redrawn"),
+    "shared/transport/kv.py": ({"letters"}, "of the alphabet"),
+}
+"""By file: the private words that may stand there, and the reason."""
+
+
+def _defined(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield line and name of each class, function, parameter, variable and attribute where it is defined."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.alias(asname=str(name)) | ast.ExceptHandler(name=str(name)):
+                yield node.lineno, name
+
+
+_SUSPECT = re.compile("|".join(PRIVATE_WORDS), re.IGNORECASE)
+"""Rules out most texts quickly: without a match they have no private word."""
+
+
+def _private_words(text: str) -> set[str]:
+    """Return the private words of a name or sentence; `dead letter` is a term of the field."""
+    if not _SUSPECT.search(text):
+        return set()
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)]
+    return {
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if word in PRIVATE_WORDS and not (before == "dead" and word in {"letter", "letters"})
+    }
+
+
+def _private_names(tree: ast.Module, stem: str) -> set[str]:
+    names = {stem, *(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))}
+    return {name for name in names if name.replace("_", "").lower() in PRIVATE_NAMES}
+
+
+def private_words_of(name: str, tree: ast.Module) -> list[str]:
+    """Return the places in a file whose names or docstrings use a private word."""
+    allowed = PRIVATE_WORDS_ALLOWED.get(name, (set[str](), ""))[0]
+    texts = [(0, Path(name).stem), *_defined(tree), *_texts(tree)]
+    found = [
+        f"{name}:{line}: '{word}': say {PRIVATE_WORDS[word]}"
+        for line, text in texts
+        for word in sorted(_private_words(text) - allowed)
+    ]
+    vague = sorted(_private_names(tree, Path(name).stem))
+    return found + [f"{name}: {each}: say {PRIVATE_NAMES[each.replace('_', '').lower()]}" for each in vague]
+
+
+def test_names_and_docstrings_use_the_words_of_the_field() -> None:
+    assert [line for path in SOURCES for line in private_words_of(name_of(path), tree_of(path))] == []
+    stale = [
+        (name, word)
+        for name, (words, _) in PRIVATE_WORDS_ALLOWED.items()
+        for word in words
+        if word not in text_of(ROOT / name).lower()
+    ]
+    assert stale == [], "remove the exception"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def _soil() -> None: ...",
+        "def send(letter: int) -> None: ...",
+        "class LetterRow: ...",
+        "class KeyDesk: ...",
+        "class Made: ...",
+        "self.fate = 1",
+        "for wishes in (): ...",
+        "def f() -> None:\n    'Return the nearness of two weights.'",
+        "'Letters that nobody read.'",
+    ],
+)
+def test_private_words_are_found(source: str) -> None:
+    assert private_words_of("x.py", ast.parse(source)) != []
+
+
+@pytest.mark.parametrize(
+    "source", ["class DeadLetterRow: ...", "dead_letters = []", "'Dead letters of a job.'", "made = 1", "told_off()"]
+)
+def test_words_of_the_field_are_allowed(source: str) -> None:
+    assert private_words_of("x.py", ast.parse(source)) == []
+
+
 def test_names_of_tests_are_short() -> None:
     named = re.compile(r"^ *(?:async )?def (test_\w{76,})", re.MULTILINE)
     found = {name for path in (ROOT / "tests").rglob("test_*.py") for name in named.findall(text_of(path))}

@@ -121,7 +121,7 @@ def test_a_command_of_a_page_exists_with_its_options(shown: Snippet) -> None:
             continue
         several = next((word for word in words if "|" in word), "")
         for verb in several.split("|"):
-            one = [verb if word == several else "1" if word in ("VERSION", "LETTER") else word for word in words]
+            one = [verb if word == several else "1" if word in ("VERSION", "DEAD_LETTER") else word for word in words]
             if not is_mention(shlex.join(["penstock", *one])):
                 parsed(one)
 

@@ -105,7 +105,7 @@ class Audited:
         request = _Request(scope, *found, self.backend)
         replied = False
 
-        async def told(message: Message) -> None:
+        async def send_audited(message: Message) -> None:
             nonlocal replied
             if message["type"] == "http.response.start":
                 replied = True
@@ -115,7 +115,7 @@ class Audited:
             await send(message)
 
         try:
-            await self.app(scope, request.reading(receive), told)
+            await self.app(scope, request.reading(receive), send_audited)
         except Exception as error:
             if not replied:
                 status = from_error(error).status if isinstance(error, PenstockError) else 500

@@ -160,13 +160,13 @@ def _section(path: str, method: str, operation: dict[str, Any]) -> str:
         for media_type, content in operation.get("requestBody", {}).get("content", {}).items()
     ]
     lines = [
-        f"<tr><td><code>{escape(name)}</code></td><td>{where}</td><td>{_text(told)}</td></tr>"
-        for name, where, told in rows
+        f"<tr><td><code>{escape(name)}</code></td><td>{where}</td><td>{_text(description)}</td></tr>"
+        for name, where, description in rows
     ]
-    told = "".join(f"<p>{_text(part)}</p>" for part in operation.get("description", "").split("\n\n"))
+    paragraphs = "".join(f"<p>{_text(part)}</p>" for part in operation.get("description", "").split("\n\n"))
     table = f"<table><tbody>{''.join(lines)}</tbody></table>" if lines else ""
     summary = f"<code>{method.upper()} {escape(path)}</code> {_text(operation.get('summary', ''))}"
-    return f"<details><summary>{summary}</summary>{told}{table}</details>"
+    return f"<details><summary>{summary}</summary>{paragraphs}{table}</details>"
 
 
 def _text(markdown: str) -> str:

@@ -61,9 +61,9 @@ function deadLetters({ signal, loop, path }) {
   const act = async (verb, letter, request) => {
     try {
       await request();
-      say(`Letter ${letter.id}: ${verb}.`);
+      say(`Dead letter ${letter.id}: ${verb}.`);
     } catch (problem) {
-      say(`Letter ${letter.id}: ${problem.message}`, "error");
+      say(`Dead letter ${letter.id}: ${problem.message}`, "error");
     }
   };
   const show = async (letter) => {

@@ -15,8 +15,8 @@ from itertools import chain
 import msgspec
 
 from penstock.services.coordinator.feedback.ids import keep_ids
-from penstock.services.coordinator.feedback.made import Made, erase_groups
-from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
+from penstock.services.coordinator.feedback.lineage import UserDataLineage, erase_groups
+from penstock.services.coordinator.feedback.pieces import erase_dead_letter, erase_message
 from penstock.services.coordinator.feedback.search import Found, Place, Search
 from penstock.shared.errors import Conflict, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
@@ -191,20 +191,20 @@ class Eraser:
         until = bus_time()
         announced = {job: await self._announce(report.user, job, mine, until) for job, mine in found.items()}
         # Groups that a leader admits after this search are dropped by the leader, which reads the announcement.
-        all_made = await self._made(report.user, found, until)
-        for job, made in all_made.items():
-            if made.held and not announced.get(job):  # its records are gone: user and time suffice
+        lineages = await self._lineages(report.user, found, until)
+        for job, lineage in lineages.items():
+            if lineage.held and not announced.get(job):  # its records are gone: user and time suffice
                 announced[job] = await self._publish_erasure(
                     Erasure(user=report.user, interactions=[], feedback=[], time=until), job
                 )
-        for job, made in all_made.items():
+        for job, lineage in lineages.items():
             mine = found.get(job, Found())
-            for letter in mine.letters:
-                await erase_letter(self._bus, letter)
+            for dead_letter in mine.dead_letters:
+                await erase_dead_letter(self._bus, dead_letter)
             for place, rest in mine.mixed:
-                is_below = isinstance(place, Message) and place.seq < made.low_feedback
-                over = {target_of(item) for item in rest} if is_below else made.decided
-                needed = made.needed if isinstance(place, Message) else frozenset[str]()
+                is_below = isinstance(place, Message) and place.seq < lineage.low_feedback
+                over = {target_of(item) for item in rest} if is_below else lineage.decided
+                needed = lineage.needed if isinstance(place, Message) else frozenset[str]()
                 left = [item for item in rest if item.id in needed or target_of(item) not in over]
                 if isinstance(place, Message):  # ids of decided items outlive the message
                     stays = {item.id for item in left}
@@ -214,10 +214,12 @@ class Eraser:
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
             report.feedback += len(mine.feedback)
-            _add_versions(report, job, made.versions)
+            _add_versions(report, job, lineage.versions)
             await self._save(report)
         # Jobs are independent: one without a trainer delays the groups of no other.
-        await together(self._erase_groups(report, job, made) for job, made in all_made.items() if made.ordinals)
+        await together(
+            self._erase_groups(report, job, lineage) for job, lineage in lineages.items() if lineage.ordinals
+        )
         if self._forgotten is not None:
             await self._forgotten(max([0, *announced.values()]))
 
@@ -235,35 +237,35 @@ class Eraser:
         stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
         return msgspec.structs.replace(report, **stands)
 
-    async def _made(self, user: str, found: Mapping[str, Found], until: float) -> dict[str, Made]:
+    async def _lineages(self, user: str, found: Mapping[str, Found], until: float) -> dict[str, UserDataLineage]:
         """Return, by job, the lineage of the user's data: groups made of it, and versions trained on it, from the job's
         ledger.
 
         Covers the jobs whose streams hold data of the user (``found``), and the jobs that admitted data of the user up
         to ``until`` (Unix seconds).
         """
-        made = {job: _made_of(user, mine, until) for job, mine in found.items()}
+        lineages = {job: _lineage_of(user, mine, until) for job, mine in found.items()}
         archived = set[str]()
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):
             job = message.subject.rpartition(".")[2]
             if segment_of(message.headers, job) is not None:
                 archived.add(job)
             elif job not in archived:
-                _take_entry(made.setdefault(job, _made_of(user, Found(), until)), message.seq, message.data)
+                _take_entry(lineages.setdefault(job, _lineage_of(user, Found(), until)), message.seq, message.data)
         for job in archived:  # their ledgers do not begin in the stream
-            made[job] = _made_of(user, found.get(job, Found()), until)
+            lineages[job] = _lineage_of(user, found.get(job, Found()), until)
             async for entry in scan_ledger(self._bus, job, self._archive):
-                _take_entry(made[job], entry.seq, entry.data)
-        return {job: one for job, one in made.items() if job in found or one.ordinals}
+                _take_entry(lineages[job], entry.seq, entry.data)
+        return {job: one for job, one in lineages.items() if job in found or one.ordinals}
 
-    async def _erase_groups(self, report: Report, job: str, made: Made) -> None:
+    async def _erase_groups(self, report: Report, job: str, lineage: UserDataLineage) -> None:
         """Delete the groups that a job made of the user's data, once the job no longer needs the groups."""
-        await self._until_released(job, made)
-        count = await erase_groups(self._bus, job, made.ordinals)
+        await self._until_released(job, lineage)
+        count = await erase_groups(self._bus, job, lineage.ordinals)
         report.groups += count
-        _add_versions(report, job, made.versions)
+        _add_versions(report, job, lineage.versions)
 
-    async def _until_released(self, job: str, made: Made) -> None:
+    async def _until_released(self, job: str, lineage: UserDataLineage) -> None:
         """Follow the ledger until the job no longer needs the groups that it made of the user's data.
 
         Meanwhile the job's leader drops the draws in flight (`erased`), has the trainer refuse sealed batches that it
@@ -271,22 +273,22 @@ class Eraser:
         too long, this method returns anyway, and the groups are deleted. The trainer then refuses a batch, or forks
         when it restarts, and the ledger records the reason.
         """
-        if not (made.held and self._released_s):
+        if not (lineage.held and self._released_s):
             return
         try:
             async with (
                 asyncio.timeout(self._released_s),
                 contextlib.aclosing(
-                    self._bus.follow(subjects.LEDGER, subjects.ledger(job), start_seq=made.seq + 1)
+                    self._bus.follow(subjects.LEDGER, subjects.ledger(job), start_seq=lineage.seq + 1)
                 ) as entries,
             ):
                 async for message in entries:
                     if segment_of(message.headers, job) is None:
-                        _take_entry(made, message.seq, message.data)
-                    if not made.held:
+                        _take_entry(lineage, message.seq, message.data)
+                    if not lineage.held:
                         return
         except TimeoutError:
-            draws = ", ".join(map(str, sorted(made.held)[:10]))
+            draws = ", ".join(map(str, sorted(lineage.held)[:10]))
             logger.error("%s did not let go of draws %s within %g s: they are deleted", job, draws, self._released_s)
 
     # -- deletion ----------------------------------------------------------------------------------------------------
@@ -352,7 +354,7 @@ class Eraser:
             headers = {name: value for name, value in place.first.headers.items() if name not in (PARTS, MSG_ID)}
             with contextlib.suppress(StreamFull):  # a full stream must not block the deletion
                 await self._bus.publish(subjects.dead(job), data, headers=headers)
-        await erase_letter(self._bus, place)
+        await erase_dead_letter(self._bus, place)
 
 
 def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
@@ -362,20 +364,20 @@ def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
         report.trained_versions = {**report.trained_versions, job: sorted(known)}
 
 
-def _take_entry(made: Made, seq: int, data: bytes) -> None:
-    made.seq = seq
+def _take_entry(lineage: UserDataLineage, seq: int, data: bytes) -> None:
+    lineage.seq = seq
     try:
         events = decode_events(data)
     except ProtocolError as error:
         logger.error("entry %d of %s cannot be read: %s", seq, subjects.LEDGER, error)
         return
     for event in events:
-        made.take(event)
+        lineage.take(event)
 
 
-def _made_of(user: str, mine: Found, until: float) -> Made:
+def _lineage_of(user: str, mine: Found, until: float) -> UserDataLineage:
     others = {target_of(item) for _, rest in mine.mixed for item in rest}
-    return Made(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others, until)
+    return UserDataLineage(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others, until)
 
 
 def target_of(item: Feedback) -> str:

@@ -325,12 +325,12 @@ class Ingest:
                 continue
             earlier = known[entry.item.id]
             try:
-                told = _compare(entry.item, earlier)
+                compared = _compare(entry.item, earlier)
             except HttpProblem as problem:
                 self._forget(entry)
                 entry.done.set_exception(problem)
                 continue
-            if told is None:
+            if compared is None:
                 found.append(entry)
             else:
                 self._forget(entry)

@@ -8,7 +8,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["data_of", "erase_letter", "erase_message", "pieces_of"]
+__all__ = ["data_of", "erase_dead_letter", "erase_message", "pieces_of"]
 
 
 async def pieces_of(bus: Bus, stream: str, first: Message) -> list[Message]:
@@ -35,7 +35,7 @@ async def erase_message(bus: Bus, stream: str, first: Message) -> None:
         await bus.delete_message(stream, piece.seq)
 
 
-async def erase_letter(bus: Bus, letter: DeadLetter) -> None:
+async def erase_dead_letter(bus: Bus, dead_letter: DeadLetter) -> None:
     """Overwrite and delete the messages of a dead letter, the first one last."""
-    for _, seq in reversed(letter.places):
+    for _, seq in reversed(dead_letter.places):
         await bus.delete_message(subjects.DEAD, seq)

@@ -394,5 +394,5 @@ def _decided_row(job: str, item: InteractionStatus) -> tuple[Any, ...]:
 
 
 def _status_row(item: FeedbackStatus) -> tuple[Any, ...]:
-    told = " ".join(item.interactions)
-    return item.feedback, item.status, item.reason, told, item.ordinal, item.batch, item.version, item.time
+    interactions = " ".join(item.interactions)
+    return item.feedback, item.status, item.reason, interactions, item.ordinal, item.batch, item.version, item.time

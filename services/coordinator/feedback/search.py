@@ -52,7 +52,7 @@ class Found:
     feedback: set[str] = field(default_factory=set)
     mixed: list[tuple[Place, list[Feedback]]] = field(default_factory=list)
     """Messages and dead letters with feedback of the user, and the items of other users in them."""
-    letters: list[DeadLetter] = field(default_factory=list)
+    dead_letters: list[DeadLetter] = field(default_factory=list)
     """Dead letters with data of this user only."""
     gone: set[str] = field(default_factory=set)
     """Ids of interactions and feedback that earlier deletions of the user named."""
@@ -83,20 +83,20 @@ class Search:
     async def run(self) -> dict[str, Found]:
         """Search all streams and return the user's data, by job. Raises Unavailable."""
         await self._recall()
-        letters = await read_dead_letters(self._bus, "*")
+        dead_letters = await read_dead_letters(self._bus, "*")
         async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
             if PART not in message.headers:
                 data = await data_of(self._bus, subjects.INTERACTIONS, message)
                 self._take_record(message.subject.split(".")[1], replace(message, data=b""), data)
-        for letter in letters:
-            if letter.stream == subjects.INTERACTIONS:
-                self._take_record(letter.job, letter, (await payload_of(self._bus, letter))[0])
+        for dead_letter in dead_letters:
+            if dead_letter.stream == subjects.INTERACTIONS:
+                self._take_record(dead_letter.job, dead_letter, (await payload_of(self._bus, dead_letter))[0])
         async for message in self._bus.scan(subjects.FEEDBACK, subjects.feedback("*")):
             data = await data_of(self._bus, subjects.FEEDBACK, message)
             self._take_feedback(message.subject.rpartition(".")[2], replace(message, data=b""), data)
-        for letter in letters:
-            if letter.stream == subjects.FEEDBACK:
-                self._take_feedback(letter.job, letter, (await payload_of(self._bus, letter))[0])
+        for dead_letter in dead_letters:
+            if dead_letter.stream == subjects.FEEDBACK:
+                self._take_feedback(dead_letter.job, dead_letter, (await payload_of(self._bus, dead_letter))[0])
         self._judge_by_ids()
         return self._found
 
@@ -146,7 +146,7 @@ class Search:
 
     def _take_unreadable(self, one: _Unreadable) -> None:
         if isinstance(one.place, DeadLetter):
-            self._found[one.job].letters.append(one.place)
+            self._found[one.job].dead_letters.append(one.place)
         elif one.stream == subjects.INTERACTIONS:  # id in its subject, episode in a header
             headers = one.place.headers
             self._keep(one.job, one.place.subject.rpartition(".")[2], headers.get(EPISODE_HEADER, ""), one.place)
@@ -158,7 +158,7 @@ class Search:
         records = mine.interactions[bare_id(id) or id]
         mine.episodes |= {bare_id(episode) or episode} - {""}
         if isinstance(place, DeadLetter):
-            mine.letters.append(place)
+            mine.dead_letters.append(place)
         else:
             records.append(place)
 

@@ -316,13 +316,13 @@ class DeadLetterQueue:
         A row has ``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason`` and ``draw`` (or None).
         """
         found = await self._bus.read(subjects.DEAD, subjects.dead(job), start_seq=after + 1, headers_only=True)
-        return [_letter_row(message) for message in found if PART not in message.headers][:limit]
+        return [_dead_letter_row(message) for message in found if PART not in message.headers][:limit]
 
     async def show(self, job: str, id: int) -> Row:
         """Return one row of ``page`` with ``nbytes``, ``headers`` and ``content``."""
         message = await self._get(job, id)
         return {
-            **_letter_row(message),
+            **_dead_letter_row(message),
             "nbytes": len(message.data),
             "headers": dict(message.headers),
             "content": _content(message),
@@ -383,7 +383,7 @@ class DeadLetterQueue:
         raise NotFound(f"job '{job}' has no dead letter {id}")
 
 
-def _letter_row(message: Message) -> Row:
+def _dead_letter_row(message: Message) -> Row:
     draw, headers = _draw(message), message.headers
     return {
         "id": message.seq,

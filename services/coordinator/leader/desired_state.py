@@ -96,7 +96,7 @@ class DesiredState:
     async def replay(
         self,
         run: JobRun,
-        letters: DeadLetterQueue,
+        dead_letters: DeadLetterQueue,
         commit: Callable[[list[Event]], Awaitable[None]],
         supply: Supply | None = None,
     ) -> list[Operation]:
@@ -109,14 +109,16 @@ class DesiredState:
         for operation in self._pending("replay_dead_letter"):
             id, now = int(operation.args["id"]), bus_datetime()
             try:
-                live = await letters.live(self.record.id, id)
+                live = await dead_letters.live(self.record.id, id)
                 if live is not None:
                     result = {"stream": live.stream, "stored": await _requeue(run, supply, live)}
-                elif (drawn := await self._redraw(run, await letters.draw(self.record.id, id), id, commit)) is None:
+                elif (
+                    drawn := await self._redraw(run, await dead_letters.draw(self.record.id, id), id, commit)
+                ) is None:
                     continue
                 else:
                     result = drawn
-                await letters.drop(self.record.id, id)
+                await dead_letters.drop(self.record.id, id)
                 over = {"state": "succeeded", "result": result, "finished_at": now}
             except (Conflict, NotFound, ProtocolError) as error:
                 over = {"state": "failed", "message": str(error), "finished_at": now}
@@ -130,24 +132,24 @@ class DesiredState:
         return done
 
     async def _redraw(
-        self, run: JobRun, draw: Draw, letter: int, commit: Callable[[list[Event]], Awaitable[None]]
+        self, run: JobRun, draw: Draw, dead_letter: int, commit: Callable[[list[Event]], Awaitable[None]]
     ) -> dict[str, Any] | None:
         """Draw the prompt of a dead letter again; return the operation's result, or None while no slot is free.
 
         Raises:
             Conflict: the prompt cannot be drawn.
         """
-        if self._may_wait(run, letter):
+        if self._may_wait(run, dead_letter):
             return None
-        events = run.replay_dead_letter(letter, draw, bus_time())
+        events = run.replay_dead_letter(dead_letter, draw, bus_time())
         await commit(events)
         drawn = [str(event.draw) for event in events if isinstance(event, Redrawn)]
         return {"draw": drawn[0]} if drawn else {}
 
     @staticmethod
-    def _may_wait(run: JobRun, letter: int) -> bool:
+    def _may_wait(run: JobRun, dead_letter: int) -> bool:
         ends = run.training_done or run.desired != "running" or bool(run.state.finished)
-        return not run.has_room and run.source.redraws and not ends and letter not in run.state.replayed
+        return not run.has_room and run.source.redraws and not ends and dead_letter not in run.state.replayed
 
     def steer(self, run: JobRun) -> None:
         """Make ``run`` serve a version, or roll back to a checkpoint, if an operation requests it."""
@@ -183,13 +185,13 @@ class DesiredState:
         return [one for one in asked if one.id not in self._settled]
 
 
-async def _requeue(run: JobRun, supply: Supply | None, letter: LiveDeadLetter) -> int:
+async def _requeue(run: JobRun, supply: Supply | None, dead_letter: LiveDeadLetter) -> int:
     """Store an interaction or an item of feedback again; see ``Supply.requeue``. Raises Conflict if the job has
     finished, or does not read live items."""
     if supply is None or run.state.finished:
         ended = run.state.finished or "not fed by feedback"
-        raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")
-    return await supply.requeue(letter)
+        raise Conflict(f"the job is {ended}: it would not read what is stored anew in {dead_letter.stream}")
+    return await supply.requeue(dead_letter)
 
 
 def _promoted(operation: Operation, run: JobRun) -> dict[str, Any] | None:

@@ -180,8 +180,8 @@ class EffectPublisher:
     async def _dead_origins(self) -> set[tuple[str, str]]:
         subject = subjects.dead(self.job)
         read = partial(self.bus.read, subjects.DEAD, subject, headers_only=True)
-        letters = await self.retry.until_taken("a look at the dead letters", subject, read)
-        return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
+        dead_letters = await self.retry.until_taken("a look at the dead letters", subject, read)
+        return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in dead_letters}
 
     async def copy_refused(self, run: JobRun, events: Sequence[Event]) -> None:
         """Copy to DEAD the groups that the trainer refused, before the decision that deletes them."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from penstock.services.coordinator.feedback.ids import purge_feedback
-from penstock.services.coordinator.feedback.made import erase_groups, is_made_of, is_of_user
+from penstock.services.coordinator.feedback.lineage import erase_groups, is_made_of, is_of_user
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.leader.why import wait_row
 from penstock.services.coordinator.online.decision_feed import DecisionFeed, Funnel

@@ -110,8 +110,8 @@ def verdict_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm], 
     enough = min(canary.count, served.count) >= config.conversations
     if not enough and now < begun.time + config.max_wait_s:
         return Verdict("wait", "", figures)
-    told = min(canary.count, served.count) >= SMALLEST
-    if told:
+    is_comparable = min(canary.count, served.count) >= SMALLEST
+    if is_comparable:
         figures["canary/margin"] = lower_bound(canary, served, config.confidence)
     rewards = f"canary reward {canary.mean:.4g}, {served.mean:.4g} of version {begun.served}"
     if enough:
@@ -120,7 +120,7 @@ def verdict_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm], 
             return Verdict("passed", rewards, figures)
         return Verdict("refused", f"{rewards}: lower by up to {-margin:.4g} > {config.max_drop:.4g}", figures)
     few = f"{canary.count} and {served.count} of {config.conversations} conversations judged in {config.max_wait_s:g} s"
-    is_worse = told and -lower_bound(served, canary, config.confidence) < -config.max_drop
+    is_worse = is_comparable and -lower_bound(served, canary, config.confidence) < -config.max_drop
     if config.on_timeout == "promote" and not is_worse:
         return Verdict("timed out", few, figures)
     return Verdict("refused", f"canary: {few}" + (f"; {rewards}" if is_worse else ""), figures)

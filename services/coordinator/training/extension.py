@@ -14,7 +14,7 @@ from penstock.shared.errors import Conflict
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["check_extension", "told_of_extension"]
+__all__ = ["check_extension", "extension_notes"]
 
 
 def check_extension(record: JobRecord, state: LedgerState, max_updates: int, data_dir: Path) -> None:
@@ -54,7 +54,7 @@ def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> 
     return record.status.message or "its data were at their end (train.data_epochs)"
 
 
-def told_of_extension(config: AnyTraining, state: LedgerState, max_updates: int) -> list[str]:
+def extension_notes(config: AnyTraining, state: LedgerState, max_updates: int) -> list[str]:
     """Return messages for the user about settings whose effect changes with the larger ``max_updates``.
 
     Args:

@@ -206,8 +206,8 @@ class Health:
             return ""
         reason = f"; the newest error: {self.error}" if self.error else ""
         is_embodied = isinstance(self.config, EmbodiedJob)
-        what, fate = ("episodes", "were lost") if is_embodied else ("completions", "could not be scored")
-        return f"{failed:.0f} of the newest {arrived:.0f} {what} {fate} and are not trained on{reason}"
+        what, outcome = ("episodes", "were lost") if is_embodied else ("completions", "could not be scored")
+        return f"{failed:.0f} of the newest {arrived:.0f} {what} {outcome} and are not trained on{reason}"
 
     def _entropy_collapse(self, was: bool) -> str:
         newest = self._window("policy/entropy")

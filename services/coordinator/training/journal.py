@@ -128,8 +128,8 @@ class Journal:
         events = decode_events(self._last_data) if self._last_data else []
         for event in events:
             if isinstance(event, PhaseChanged) and event.phase == "failed" and event.code:
-                told = {"code": event.code, "message": event.reason, "service": event.service or None}
-                return JobFailure.model_validate(told)
+                fields = {"code": event.code, "message": event.reason, "service": event.service or None}
+                return JobFailure.model_validate(fields)
         return None
 
     async def append(self, events: Sequence[Event]) -> int:

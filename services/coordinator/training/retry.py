@@ -56,16 +56,16 @@ class Retry:
     async def until_taken(self, what: str, subject: str, work: Callable[[], Awaitable[T]]) -> T:
         """Repeat ``work`` until it no longer raises Unavailable; ``blocked`` shows the wait meanwhile."""
         began = seen = time.monotonic()
-        since, logged, told, key = bus_time(), float("-inf"), False, object()
+        since, logged, is_reported, key = bus_time(), float("-inf"), False, object()
         try:
             while True:
                 try:
                     return await work()
                 except Unavailable as error:
                     self._held[key] = Blocked(what, subject, since, str(error))
-                    if not told and isinstance(error, StreamFull):
+                    if not is_reported and isinstance(error, StreamFull):
                         self._report(f"{what} must wait: {error}")
-                        told = True
+                        is_reported = True
                     if time.monotonic() - logged >= LOG_EVERY_S:
                         logged = time.monotonic()
                         logger.warning(

@@ -74,7 +74,7 @@ class Supply(Protocol):
         """Return the unreadable messages since the last call; the runner copies them to DEAD before it decides."""
         ...
 
-    async def requeue(self, letter: LiveDeadLetter) -> int:
+    async def requeue(self, dead_letter: LiveDeadLetter) -> int:
         """Accept a message that was unreadable before; return how many of its interactions or items are new to the
         leader.
 

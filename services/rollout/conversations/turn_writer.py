@@ -48,7 +48,8 @@ class TurnWriter:
         The clock is paused while the request waits for a row in the engine's batch.
         """
         request = GenRequest(
-            request_id=f"{name}/{episode.num_turns}", prompt_ids=[*prompt_ids, *episode.token_ids, *episode.told],
+            request_id=f"{name}/{episode.num_turns}",
+            prompt_ids=[*prompt_ids, *episode.token_ids, *episode.observation],
             sampling=self._sampling(sampling, episode), session=name,
             last=episode.num_turns + 1 == self._config.max_turns,
         )  # fmt: skip

@@ -156,8 +156,8 @@ class EpisodePlayer:
         if isinstance(results, ToolReply):
             episode.fail(results.text)
             return False
-        told = self._observations.write(results)
-        episode.hear(told, self._decode(told))
+        observation = self._observations.write(results)
+        episode.hear(observation, self._decode(observation))
         return True
 
     async def _results(self, name: str, calls: Sequence[Call], calling: _Calls) -> list[str] | ToolReply:

@@ -59,14 +59,14 @@ class Record:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One episode of a ticket. Ends with a record, as lost, or as overtaken: another version replaced the required one.
+    """One episode of a ticket. Ends with a record, as lost, or as superseded if another version replaced its own.
 
     Attributes:
         noise: noise of its actions; None: it takes the mean of the policy.
         version: version that every decision must come from; None: any.
         on_end: called when the episode ends.
         unwanted: True if no ticket waits for it any more.
-        overtaken: version that replaced the required one.
+        superseded_by: version that replaced the required one.
     """
 
     reset_id: int
@@ -76,11 +76,11 @@ class Episode:
     unwanted: bool = False
     record: Record | None = None
     lost: str = ""
-    overtaken: int | None = None
+    superseded_by: int | None = None
 
-    def end(self, *, record: Record | None = None, lost: str = "", overtaken: int | None = None) -> None:
+    def end(self, *, record: Record | None = None, lost: str = "", superseded_by: int | None = None) -> None:
         """End the episode and call ``on_end``."""
-        self.record, self.lost, self.overtaken = record, lost, overtaken
+        self.record, self.lost, self.superseded_by = record, lost, superseded_by
         self.on_end(self)
 
 

@@ -139,12 +139,12 @@ class Lanes:
     def decided(self, rows: Rows, decided: Decided) -> NDArray[np.bool_]:
         """Record decisions; return which of them to execute, bool [n].
 
-        An episode that requires another version ends as overtaken; one with a non-finite action ends as lost.
+        An episode that requires another version ends as superseded; one with a non-finite action ends as lost.
         """
         wanted_n = self._versions_B[rows]
         executed: NDArray[np.bool_] = (wanted_n == decided.version) | (wanted_n == ANY_VERSION)
         for lane in rows[~executed].tolist():
-            self._end(lane, overtaken=decided.version)
+            self._end(lane, superseded_by=decided.version)
         if decided.actions_NCA.dtype.kind == "f":
             finite = np.isfinite(decided.actions_NCA).all(axis=(1, 2))
             for lane in rows[executed & ~finite].tolist():
@@ -234,8 +234,10 @@ class Lanes:
             task=self._tasks[lane],
         )
 
-    def _end(self, lane: int, *, record: Record | None = None, lost: str = "", overtaken: int | None = None) -> None:
+    def _end(
+        self, lane: int, *, record: Record | None = None, lost: str = "", superseded_by: int | None = None
+    ) -> None:
         episode, self._episodes[lane] = self._episodes[lane], None
         self._running_B[lane] = False
         if episode is not None:
-            episode.end(record=record, lost=lost, overtaken=overtaken)
+            episode.end(record=record, lost=lost, superseded_by=superseded_by)

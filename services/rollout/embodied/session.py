@@ -155,8 +155,8 @@ class EmbodiedSession:
         version = ticket.version or 0
         episode = Episode(reset_id=self.config.evaluation.first_reset_id + ticket.draw.ordinal, version=version)
         await self._play(ticket, key, [episode], self._held_out, oldest=version)
-        if episode.overtaken is not None:
-            raise LeftBehind(f"version {version} was left behind for {episode.overtaken}")
+        if episode.superseded_by is not None:
+            raise LeftBehind(f"version {version} was left behind for {episode.superseded_by}")
         record = episode.record
         if record is None:
             await self._give_up(ticket, key, episode.lost)

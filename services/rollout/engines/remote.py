@@ -50,7 +50,7 @@ class Written:
             completion.top.append(top)
         return Token(completion.index, token_id, logprob, int(version), top, weights)
 
-    def book(
+    def record(
         self, rows: Iterable[tuple[int, float, str, Likely]], finish: Finish | None
     ) -> tuple[list[Token], Finish | None]:
         """Record new tokens up to a stop string.
@@ -62,16 +62,16 @@ class Written:
         Returns:
             New tokens except the one that ends the completion, and how it ended; None while it continues.
         """
-        told = []
+        tokens = []
         for token_id, logprob, label, top in rows:
-            told.append(self.add(token_id, logprob, label, top))
+            tokens.append(self.add(token_id, logprob, label, top))
             if self.ends_with_stop_string():
                 finish = "stop"
                 break
         self.ended = finish is not None
-        if told and finish in ("stop", "length"):
-            told.pop()
-        return told, finish
+        if tokens and finish in ("stop", "length"):
+            tokens.pop()
+        return tokens, finish
 
     def so_far(self) -> Sample | None:
         """Return the tokens generated so far as an aborted sample; None once the completion has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.client.calls import Call, nothing, operation, post, result_of, show
 from penstock.client.flows import rows
-from penstock.client.results import Letter, LetterReplay, LetterRow
+from penstock.client.results import DeadLetter, DeadLetterReplay, DeadLetterRow
 from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
@@ -13,17 +13,17 @@ __all__ = ["AsyncDeadLetters", "DeadLetters"]
 _HOLD_S = 10.0
 
 
-def _list(job: str, *, limit: int = 100) -> Steps[list[LetterRow]]:
+def _list(job: str, *, limit: int = 100) -> Steps[list[DeadLetterRow]]:
     """List up to ``limit`` dead letters, oldest first."""
-    return (yield from rows(LetterRow, f"/v1/jobs/{job}/dead-letters", "id", limit))
+    return (yield from rows(DeadLetterRow, f"/v1/jobs/{job}/dead-letters", "id", limit))
 
 
-def _show(job: str, id: int) -> Call[Letter]:
+def _show(job: str, id: int) -> Call[DeadLetter]:
     """Show a dead letter with headers and content. Raises NotFound."""
-    return show(_path(job, id), one(Letter))
+    return show(_path(job, id), one(DeadLetter))
 
 
-def _replay(job: str, id: int) -> Steps[LetterReplay]:
+def _replay(job: str, id: int) -> Steps[DeadLetterReplay]:
     """Retry a dead letter; return the new ``draw`` of its prompt, or the number of its messages ``stored`` once more.
 
     Raises NotFound, Conflict: the job does not draw prompts now, or still cannot decode the message.
@@ -31,7 +31,7 @@ def _replay(job: str, id: int) -> Steps[LetterReplay]:
     asked = yield post(f"{_path(job, id)}/replay")
     while asked["state"] == "pending":
         asked = yield operation(job, asked["id"], _HOLD_S)
-    return one(LetterReplay)(result_of(asked))
+    return one(DeadLetterReplay)(result_of(asked))
 
 
 def _drop(job: str, id: int) -> Call[None]:

@@ -32,7 +32,7 @@ _LARGE = 2
 Report = Callable[[str], None]
 
 
-class _Made(msgspec.Struct):
+class _Installation(msgspec.Struct):
     """Installation state of an environment, stored in the environment."""
 
     pins: str
@@ -58,12 +58,12 @@ def engine_python(name: str, engines_dir: Path) -> Path:
         ConfigError: the environment is missing or incomplete, or has other versions than this Penstock pins.
     """
     folder = engines_dir.expanduser() / name
-    made, problem = _read(folder), ""
-    if made is None:
+    installed, problem = _read(folder), ""
+    if installed is None:
         problem = f"{folder} has no environment of it"
-    elif not made.complete:
+    elif not installed.complete:
         problem = f"its installation in {folder} was interrupted"
-    elif made.pins != _digest(_pins(name)):
+    elif installed.pins != _digest(_pins(name)):
         problem = f"{folder} has other versions than this Penstock needs"
     if problem:
         raise ConfigError(f"engine '{name}': {problem}; run: penstock engines install {name}")
@@ -98,38 +98,40 @@ def install_engine(name: str, engines_dir: Path, *, base: Path, report: Report, 
     pins, folder = _pins(name), engines_dir.expanduser() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(folder, report):
-        made = _read(folder)
-        if again or made is None or made.pins != _digest(pins) or not _runs(_python(folder)):
+        installed = _read(folder)
+        if again or installed is None or installed.pins != _digest(pins) or not _runs(_python(folder)):
             shutil.rmtree(folder, ignore_errors=True)
-            made = None
-        if made is not None and made.complete:
+            installed = None
+        if installed is not None and installed.complete:
             return _python(folder)
         began = time.monotonic()
-        if made is None:
+        if installed is None:
             _run([str(base), "-m", "venv", str(folder)], f"making an environment in {folder}", report)
-            made = _Made(_digest(pins))
-            _write(folder, made)
-        _install(folder, made, _steps(pins), report)
+            installed = _Installation(_digest(pins))
+            _write(folder, installed)
+        _install(folder, installed, _steps(pins), report)
         report(f"importing {name} ...")
         _check(_python(folder), name)
-        made.complete = True
-        _write(folder, made)
+        installed.complete = True
+        _write(folder, installed)
         report(f"{name} is ready after {time.monotonic() - began:.0f} s: {_python(folder)}")
     return _python(folder)
 
 
-def _install(folder: Path, made: _Made, steps: list[list[str]], report: Report) -> None:
+def _install(folder: Path, installed: _Installation, steps: list[list[str]], report: Report) -> None:
     pip = [str(_python(folder)), "-m", "pip", "--no-input", "install", "--no-deps", "--progress-bar", "off"]
     for number, packages in enumerate(steps):
-        if number <= made.done:
+        if number <= installed.done:
             continue
-        torn = ["--force-reinstall"] if made.begun == number else []  # an interrupted step may leave half-written files
-        made.begun = number
-        _write(folder, made)
+        torn = (
+            ["--force-reinstall"] if installed.begun == number else []
+        )  # an interrupted step may leave half-written files
+        installed.begun = number
+        _write(folder, installed)
         what = packages[0] if len(packages) == 1 else f"{len(packages)} libraries"
         _run([*pip, *torn, *packages], f"step {number + 1} of {len(steps)}: {what}", report)
-        made.done = number
-        _write(folder, made)
+        installed.done = number
+        _write(folder, installed)
 
 
 def _steps(pins: list[str]) -> list[list[str]]:
@@ -151,16 +153,16 @@ def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def _read(folder: Path) -> _Made | None:
+def _read(folder: Path) -> _Installation | None:
     try:
-        return msgspec.json.decode((folder / "penstock.json").read_bytes(), type=_Made)
+        return msgspec.json.decode((folder / "penstock.json").read_bytes(), type=_Installation)
     except (OSError, msgspec.DecodeError):
         return None
 
 
-def _write(folder: Path, made: _Made) -> None:
+def _write(folder: Path, installed: _Installation) -> None:
     path = folder / "penstock.json"
-    path.with_suffix(".new").write_bytes(msgspec.json.encode(made))
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(installed))
     path.with_suffix(".new").replace(path)
 
 

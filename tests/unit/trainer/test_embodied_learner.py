@@ -15,7 +15,7 @@ from penstock.services.trainer.checkpoint.export import export
 from penstock.services.trainer.checkpoint.state import load_checkpoint, save_checkpoint
 from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
 from penstock.services.trainer.learners.job_learner import open_learner
-from penstock.services.trainer.learners.nearness import copy_weights
+from penstock.services.trainer.learners.replay_tolerance import copy_weights
 from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError

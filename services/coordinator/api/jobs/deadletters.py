@@ -20,10 +20,10 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1/jobs/{job_id}/dead-letters", tags=["dead letters"])
 
 _SEQ_MAX = (1 << 53) - 1
-LetterId = Annotated[int, Path(ge=1, le=_SEQ_MAX, description="As the list shows it")]
+DeadLetterId = Annotated[int, Path(ge=1, le=_SEQ_MAX, description="As the list shows it")]
 
 
-class LetterRow(BaseModel):
+class DeadLetterRow(BaseModel):
     """A dead letter: its source stream, number of delivery attempts, reason, and the draw to which it belongs."""
 
     id: int
@@ -35,7 +35,7 @@ class LetterRow(BaseModel):
     draw: str | None
 
 
-class Letter(LetterRow):
+class DeadLetter(DeadLetterRow):
     """A dead letter with its headers and content: a decoded ticket, or the first bytes of any other message."""
 
     nbytes: int
@@ -43,18 +43,18 @@ class Letter(LetterRow):
     content: Any
 
 
-class LetterList(BaseModel):
+class DeadLetterList(BaseModel):
     """One page of dead letters, oldest first; ``after=last_id`` gets the next."""
 
     object: Literal["list"] = "list"
-    data: list[LetterRow]
+    data: list[DeadLetterRow]
     has_more: bool = False
     first_id: int | None = None
     last_id: int | None = None
 
 
-@router.get("", response_model=LetterList, dependencies=[require("jobs:read")])
-async def list_letters(
+@router.get("", response_model=DeadLetterList, dependencies=[require("jobs:read")])
+async def list_dead_letters(
     job: JobId,
     backend: BackendDep,
     after: Annotated[int, Query(ge=0, le=_SEQ_MAX)] = 0,
@@ -63,20 +63,20 @@ async def list_letters(
     """List the dead letters of a job, oldest first."""
     await backend.jobs.get(job)
     found = await backend.dead_letters.page(job, after=after, limit=limit + 1)
-    page = [LetterRow(**row) for row in found[:limit]]
+    page = [DeadLetterRow(**row) for row in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return Json(LetterList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+    return Json(DeadLetterList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
 
 
-@router.get("/{letter}", response_model=Letter, dependencies=[require("jobs:read")])
-async def get_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
+@router.get("/{letter}", response_model=DeadLetter, dependencies=[require("jobs:read")])
+async def get_dead_letter(job: JobId, letter: DeadLetterId, backend: BackendDep) -> Response:
     """Show a dead letter."""
     await backend.jobs.get(job)
     return Json(await backend.dead_letters.show(job, letter))
 
 
 @router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
-async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
+async def drop_dead_letter(job: JobId, letter: DeadLetterId, backend: BackendDep) -> Response:
     """Delete a dead letter. The ledger does not change, since a draw ends when its dead letter is stored."""
     await backend.jobs.get(job)
     await backend.dead_letters.drop(job, letter)
@@ -84,8 +84,8 @@ async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Resp
 
 
 @router.post("/{letter}/replay", status_code=202, response_model=Operation)
-async def replay_letter(
-    job: JobId, letter: LetterId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+async def replay_dead_letter(
+    job: JobId, letter: DeadLetterId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
 ) -> Response:
     """Retry a dead letter of a running job: its prompt becomes a new draw in the ledger; the dead letter is dropped.
 

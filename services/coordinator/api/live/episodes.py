@@ -125,7 +125,7 @@ async def create(request: Request, caller: Opener, backend: BackendDep) -> Respo
     served = served_of(backend, body.model, caller)
     if body.key is not None:
         _check_giveable(caller, body.key)
-    record = await _book(backend).create(served, caller.id, body.ttl_s, _about(body, serving_of(backend).pseudonym))
+    record = await _episodes(backend).create(served, caller.id, body.ttl_s, _about(body, serving_of(backend).pseudonym))
     shown, place = _shown(record, request), {"Location": f"/v1/episodes/{record.id}"}
     if body.key is None:
         return Json(shown, 201, place)
@@ -146,7 +146,7 @@ async def list_episodes(
 ) -> Response:
     """List a model's episodes that the key opened, oldest first; a key with the scope `admin` lists the episodes of all
     keys."""
-    found = await _book(backend).list_all(served_of(backend, model, caller))
+    found = await _episodes(backend).list_all(served_of(backend, model, caller))
     found = [record for record in found if _is_own(caller, record.key_id) and (after is None or record.id > after)]
     page = [_shown(record, request) for record in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
@@ -163,7 +163,7 @@ async def get_episode(episode: OpenedEpisode, request: Request, caller: Opener, 
 async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
     """End an episode. It then refuses requests, and the coordinator assigns credit to its turns. Safe to repeat."""
     served, record = await _own(backend, episode, caller)
-    return Json(_shown(await _book(backend).end(served, record.id), request))
+    return Json(_shown(await _episodes(backend).end(served, record.id), request))
 
 
 @router.get("/{episode}/interactions", response_model=InteractionList)
@@ -227,7 +227,7 @@ def _check_giveable(caller: Caller, wanted: KeyBody) -> None:
 
 async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wanted: KeyBody) -> tuple[str, datetime]:
     """Return the text of a key for an episode, and its expiry."""
-    expires = int(min(bus_time() + wanted.expires_in_s, _book(backend).remembered_until(record)))
+    expires = int(min(bus_time() + wanted.expires_in_s, _episodes(backend).remembered_until(record)))
     grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(wanted.scopes)), expires=expires)
     return episode_key(grant, await backend.keys.secret()), datetime.fromtimestamp(expires, UTC)
 
@@ -239,7 +239,7 @@ def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, obje
     return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}
 
 
-def _book(backend: Backend) -> Episodes:
+def _episodes(backend: Backend) -> Episodes:
     return serving_of(backend).episodes
 
 
@@ -258,7 +258,7 @@ async def _own(backend: Backend, episode: str, caller: Caller) -> tuple[Served, 
     for served in serving_of(backend).models() if marked is not None else ():
         if marked is not None and job_mark(served.job) == marked[1] and caller.may_use(served.name, served.job):
             try:
-                record = await _book(backend).get(served, episode)
+                record = await _episodes(backend).get(served, episode)
             except NotFound:
                 break
             if _is_own(caller, record.key_id):

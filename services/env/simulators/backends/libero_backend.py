@@ -121,7 +121,7 @@ class LiberoEnvironment:
         over = bool(success) and self._stops
         cut = not over and self._steps >= self._horizon
         if self._reach:
-            reward += self._reach * self._nearness(observation)
+            reward += self._reach * self._closeness(observation)
         return self._state(observation), float(reward), over, cut, bool(success)
 
     def state(self) -> bytes:
@@ -160,7 +160,7 @@ class LiberoEnvironment:
     def _state(self, observation: Any) -> Mapping[str, NDArray[Any]]:
         return {"state": np.concatenate([observation[PROPRIOCEPTION], observation[OBJECTS]])}
 
-    def _nearness(self, observation: Any) -> float:
+    def _closeness(self, observation: Any) -> float:
         wanted = self._env.obj_of_interest[0]
         place = self._env.sim.data.body_xpos[self._env.obj_body_id[wanted]]
         return 1.0 - math.tanh(5.0 * float(np.linalg.norm(place - observation["robot0_eef_pos"])))

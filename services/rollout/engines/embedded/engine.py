@@ -200,7 +200,7 @@ class EmbeddedEngine:
         try:
             return await self._call(work)
         except TornWeights:
-            await self._soil()
+            await self._mark_dirty()
             raise
 
     def _on_tokens(self, tokens: list[tuple[int, Token]]) -> None:
@@ -339,10 +339,10 @@ class EmbeddedEngine:
         self._served.give_up(dirty=False)
         self._frozen_at = None
         if failed:
-            await self._soil()
+            await self._mark_dirty()
         self._notify(interrupt=False)
 
-    async def _soil(self) -> None:
+    async def _mark_dirty(self) -> None:
         """Mark the weights as dirty, end started requests, and reject new ones until a full update succeeds."""
         self._served.dirty = True
         await self._end(self._requests.started())
@@ -361,7 +361,7 @@ class EmbeddedEngine:
             self._generated_tokens += outcome.tokens
             self._requests.finish(outcome.finished)
             if outcome.torn:
-                await self._soil()
+                await self._mark_dirty()
             self._changed.set()
 
     def _can_step(self) -> bool:

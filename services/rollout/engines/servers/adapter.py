@@ -95,9 +95,9 @@ class ServerAdapter(EngineAdapter[S, C]):
                 self._heard = time.monotonic()
                 if ended is None:
                     before = len(stream.token_ids)
-                    told, ended = stream.take(part, self._label)
+                    tokens, ended = stream.take(part, self._label)
                     self._dispatch.generated_tokens += len(stream.token_ids) - before
-                    self._dispatch.deliver(stream.completion, told)
+                    self._dispatch.deliver(stream.completion, tokens)
                 spans = stream.final(part)
                 if spans is not None:
                     stream.settle(spans)

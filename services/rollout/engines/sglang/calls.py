@@ -95,7 +95,7 @@ class Stream(ServerStream):
         stop = next((place for place, row in enumerate(rows) if row[1] in self.completion.stop_ids), None)
         if stop is not None:
             rows, finish = rows[: stop + 1], "stop"
-        return self.book(
+        return self.record(
             (
                 (int(row[1]), float(row[0]), label, _likely(top_rows[place]) if self.completion.top_logprobs else [])
                 for place, row in enumerate(rows)

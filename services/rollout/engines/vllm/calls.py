@@ -82,7 +82,7 @@ class Stream(Written):
         spans = part.weight_versions
         labels = self.starts or [(span.version, span.start) for span in spans or ()]
         rows = zip(part.token_ids, part.logprobs or (), strict=True)
-        return self.book((self._row(token_id, row, labels) for token_id, row in rows), finish_of(part.finish_reason))
+        return self.record((self._row(token_id, row, labels) for token_id, row in rows), finish_of(part.finish_reason))
 
     def _row(
         self, token_id: int, row: Mapping[int, Any], labels: Sequence[tuple[str, int]]

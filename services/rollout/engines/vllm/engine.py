@@ -101,9 +101,9 @@ class VllmEngine(StagedByWorkers, EngineAdapter[Stream, VllmConfig]):
             while True:
                 output = collector.get_nowait() or await collector.get()
                 is_over = output.finished
-                told, finish = stream.take(output.outputs[0])
+                tokens, finish = stream.take(output.outputs[0])
                 self._dispatch.generated_tokens += len(output.outputs[0].token_ids)
-                self._dispatch.deliver(completion, told)
+                self._dispatch.deliver(completion, tokens)
                 if finish is not None:
                     return finish
         finally:

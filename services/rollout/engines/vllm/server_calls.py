@@ -107,7 +107,7 @@ class Stream(ServerStream):
         if [row["token_id"] for row in content] != list(tokens):
             raise Unavailable(f"vLLM sent {len(tokens)} tokens of a completion with {len(content)} log-probs")
         num = self.completion.top_logprobs
-        return self.book(
+        return self.record(
             (
                 (row["token_id"], _logprob(row), label, _likely(row["top_logprobs"], num) if num else [])
                 for row in content

@@ -196,11 +196,11 @@ def train(
     """Train a model of a simulator on recorded episodes, for jobs with the backend world_model."""
     fitting = Fitting(members=members, hidden_sizes=tuple(hidden or FITTING.hidden_sizes), epochs=epochs, seed=seed)
 
-    def told(epoch: int, loss: float) -> None:
+    def report(epoch: int, loss: float) -> None:
         if epoch % SAID_EVERY == 0 or epoch == epochs:
             note(f"{epoch} of {epochs} epochs, loss {loss:.4f}")
 
-    fitted = fit(read_demonstrations(file), fitting, on_epoch=told)
+    fitted = fit(read_demonstrations(file), fitting, on_epoch=report)
     write_world_model(out, fitted)
     facts = fitted.facts
     if as_json:

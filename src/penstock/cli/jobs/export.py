@@ -24,7 +24,7 @@ __all__ = ["export", "model_card"]
 
 Row = dict[str, Any]
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-BOOKS = ("manifest.json", "COMMIT")
+INTERNAL_FILES = ("manifest.json", "COMMIT")
 """Files of a checkpoint that only Penstock uses."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -93,7 +93,7 @@ def exported(row: Row) -> list[str]:
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {row['number']} ({row['path']}) are not on the coordinator's host")
     names = [str(file["name"]) for file in row["files"]]
-    plain = [name for name in names if "/" not in name and name not in BOOKS]
+    plain = [name for name in names if "/" not in name and name not in INTERNAL_FILES]
     return [name for name in plain if not name.endswith(".safetensors") or name in (WEIGHTS, ADAPTER)]
 
 

@@ -155,8 +155,8 @@ def _still_active(client: Client, jobs: Sequence[JobRecord]) -> list[JobRecord]:
     left = [job for job in found if job.status.phase not in TERMINAL_PHASES]
     for job in found:
         if job not in left:
-            told = f": {job.status.message}" if job.status.message else ""
-            note(f"{job.id}  {job.status.phase}, reward {number(job.status.reward)}{told}")
+            message = f": {job.status.message}" if job.status.message else ""
+            note(f"{job.id}  {job.status.phase}, reward {number(job.status.reward)}{message}")
     if len(left) == len(jobs):
         time.sleep(POLL_S)
     return left

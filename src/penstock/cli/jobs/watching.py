@@ -138,7 +138,7 @@ class _Lines:
 
     def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._screen, self._clock = screen, clock
-        self._told_at, self._told_step = -math.inf, -1
+        self._printed_at, self._printed_step = -math.inf, -1
 
     def __enter__(self) -> None:
         return
@@ -149,9 +149,9 @@ class _Lines:
     def update(self, view: View, *, last: bool) -> None:
         """Print a line about the new state ``view`` of the job, if a line is due or it is the last state."""
         now, step = self._clock(), view.record.status.step
-        if last or now - self._told_at >= (LINE_S if step != self._told_step else QUIET_S):
+        if last or now - self._printed_at >= (LINE_S if step != self._printed_step else QUIET_S):
             self._screen.print(progress_line(view), soft_wrap=True)
-            self._told_at, self._told_step = now, step
+            self._printed_at, self._printed_step = now, step
 
     def warn(self, text: str) -> None:
         """Print a message."""

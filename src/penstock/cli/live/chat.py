@@ -95,8 +95,8 @@ class Conversation:
             PenstockError: the request failed, or the answer is incomplete.
         """
         self.messages.append({"role": "user", "content": text})
-        wishes = {name: value for name, value in self.sampling.items() if value is not None}
-        body = {"model": self.model, "messages": self.messages, "stream": True, **wishes}
+        sampling = {name: value for name, value in self.sampling.items() if value is not None}
+        body = {"model": self.model, "messages": self.messages, "stream": True, **sampling}
         headers = {"X-Episode-Id": self.episode} if self.episode else {}
         try:
             with self.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:

@@ -17,7 +17,7 @@ app = typer.Typer(
     name="dlq", cls=Commands, help="Dead letters: messages that could not be processed.", no_args_is_help=True
 )
 
-Letter = Annotated[int, typer.Argument(metavar="ID", min=1, help="Id, as 'penstock dlq ls' shows it.")]
+DeadLetterId = Annotated[int, typer.Argument(metavar="ID", min=1, help="Id, as 'penstock dlq ls' shows it.")]
 
 
 @app.command()
@@ -40,31 +40,32 @@ def ls(
 
 
 @app.command()
-def show(job: Job, letter: Letter) -> None:
+def show(job: Job, dead_letter: DeadLetterId) -> None:
     """Show a dead letter with its headers and content, as JSON."""
     with Client() as client:
-        show_json(client.dead_letters.show(client.find(job).id, letter))
+        show_json(client.dead_letters.show(client.find(job).id, dead_letter))
 
 
 @app.command()
-def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
+def replay(job: Job, dead_letter: DeadLetterId, as_json: Json = False) -> None:
     """Retry a dead letter, then delete it: draw its prompt again, or store its interactions or feedback items again."""
     with Client() as client:
-        result = client.dead_letters.replay(client.find(job).id, letter)
+        result = client.dead_letters.replay(client.find(job).id, dead_letter)
     if as_json:
         show_json(result)
     elif result.stored is not None:
         kind = "interactions" if result.stream == "INTERACTIONS" else "items of feedback"
-        note(f"{result.stored} {kind} of dead letter {letter} stored again; what is known already was left out")
+        note(f"{result.stored} {kind} of dead letter {dead_letter} stored again; what is known already was left out")
     else:
         note(
-            f"dead letter {letter} is asked for again" + (f" as draw {result.draw}" if result.draw is not None else "")
+            f"dead letter {dead_letter} is asked for again"
+            + (f" as draw {result.draw}" if result.draw is not None else "")
         )
 
 
 @app.command()
-def drop(job: Job, letter: Letter, as_json: Json = False) -> None:
+def drop(job: Job, dead_letter: DeadLetterId, as_json: Json = False) -> None:
     """Delete a dead letter."""
     with Client() as client:
-        client.dead_letters.drop(client.find(job).id, letter)
-    show_done(f"dead letter {letter} is dropped", {"id": letter, "dropped": True}, as_json)
+        client.dead_letters.drop(client.find(job).id, dead_letter)
+    show_done(f"dead letter {dead_letter} is dropped", {"id": dead_letter, "dropped": True}, as_json)

@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["Letter", "LetterReplay", "LetterRow", "LogLine", "MetricName", "Sample", "StageSpan", "TokenSample"]
+__all__ = [
+    "DeadLetter",
+    "DeadLetterReplay",
+    "DeadLetterRow",
+    "LogLine",
+    "MetricName",
+    "Sample",
+    "StageSpan",
+    "TokenSample",
+]
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +93,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
+class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
     """A dead letter: its source stream, number of delivery attempts, reason, and the draw that it belongs to."""
 
     id: int
@@ -96,7 +105,7 @@ class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
     draw: str | None
 
 
-class Letter(LetterRow, frozen=True, kw_only=True):
+class DeadLetter(DeadLetterRow, frozen=True, kw_only=True):
     """A dead letter with its headers and content: a decoded ticket, or the first bytes of any other message."""
 
     nbytes: int
@@ -104,7 +113,7 @@ class Letter(LetterRow, frozen=True, kw_only=True):
     content: Any
 
 
-class LetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DeadLetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Result of the retry of a dead letter: a new ``draw`` of its prompt.
 
     ``stored``: for a dead letter of interactions or feedback, the number of these that were stored again in ``stream``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Container
 from typing import NamedTuple
 
-from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
+from penstock.services.coordinator.feedback.pieces import erase_dead_letter, erase_message
 from penstock.services.coordinator.leader.dead_letters import read_dead_letters
 from penstock.services.coordinator.training.decided import final_ids
 from penstock.shared.errors import ProtocolError
@@ -31,10 +31,10 @@ from penstock.shared.protocol.live.interaction import bare_id
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["Made", "erase_groups", "is_made_of", "is_of_user"]
+__all__ = ["UserDataLineage", "erase_groups", "is_made_of", "is_of_user"]
 
 
-class Made:
+class UserDataLineage:
     """Lineage of a user's data in one job, from its ledger.
 
     Args:
@@ -200,9 +200,9 @@ async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
         if _ordinal(message) in ordinals:
             await erase_message(bus, subjects.EXPERIENCE, message)
             erased += 1
-    for letter in await read_dead_letters(bus, job):
-        if letter.stream == subjects.EXPERIENCE and _ordinal(letter.first) in ordinals:
-            await erase_letter(bus, letter)
+    for dead_letter in await read_dead_letters(bus, job):
+        if dead_letter.stream == subjects.EXPERIENCE and _ordinal(dead_letter.first) in ordinals:
+            await erase_dead_letter(bus, dead_letter)
             erased += 1
     return erased
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.services.trainer.learners.job_learner import JobLearner
 
-__all__ = ["BOUNDS", "COARSE_BOUND", "Nearness", "copy_weights", "distance"]
+__all__ = ["BOUNDS", "COARSE_BOUND", "ReplayTolerance", "copy_weights", "distance"]
 
 BOUNDS = {"float32": 0.01}
 """Largest allowed relative differences of gradient norms and of weights, by dtype of the weights. The distance of
@@ -43,7 +43,7 @@ def distance(a: Weights, b: Weights) -> float:
 
 
 @dataclass(slots=True)
-class Nearness:
+class ReplayTolerance:
     """Collects the differences of a replay from the original training.
 
     ``start``: weights of the replay's first checkpoint; ``dtype``: type of the weights.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.feedback.made import Made
+from penstock.services.coordinator.feedback.lineage import UserDataLineage
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
@@ -58,8 +58,8 @@ def forked(from_batch: int, *, redraw: bool = True) -> LineageForked:
     )
 
 
-def made_after(*events: Event | Sequence[Event]) -> Made:
-    made = Made("u", set(), set(), ["f100", "f101"], until=5.0)
+def made_after(*events: Event | Sequence[Event]) -> UserDataLineage:
+    made = UserDataLineage("u", set(), set(), ["f100", "f101"], until=5.0)
     for event in events:
         for one in [event] if isinstance(event, Event) else event:
             made.take(one)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from penstock.services.trainer.learners.nearness import BOUNDS, COARSE_BOUND, Nearness, distance
+from penstock.services.trainer.learners.replay_tolerance import BOUNDS, COARSE_BOUND, ReplayTolerance, distance
 
 BOUND = BOUNDS["float32"]
 START = {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}
@@ -25,7 +25,7 @@ def test_distance_is_euclidean_over_all_weights() -> None:
 
 @pytest.mark.parametrize(("off", "within"), [(0.0, True), (0.5 * BOUND, True), (2 * BOUND, False)])
 def test_differences_of_weights_are_relative_to_the_distance_trained(off: float, within: bool) -> None:
-    near = Nearness(START)
+    near = ReplayTolerance(START)
     assert not near.compared
     text = near.checkpoint(6, {name: tensor * (1 + off) for name, tensor in moved(2.0).items()}, moved(2.0))
     assert near.weights[6] == pytest.approx(off, rel=0.3)
@@ -36,14 +36,14 @@ def test_differences_of_weights_are_relative_to_the_distance_trained(off: float,
 
 @pytest.mark.parametrize(("replayed", "within"), [(2.0, True), (2.0 * (1 + 2 * BOUND), False), (math.nan, False)])
 def test_gradient_norms_are_compared_with_what_was_reported(replayed: float, within: bool) -> None:
-    near = Nearness(START)
+    near = ReplayTolerance(START)
     near.gradient(replayed, 2.0)
     assert near.compared
     assert near.within == within
 
 
 def test_values_that_were_not_recorded_are_not_compared() -> None:
-    near = Nearness(START)
+    near = ReplayTolerance(START)
     assert near.gradient(1.0, None) == near.gradient(None, 1.0) == ""
     assert not near.compared
     assert "nothing" in near.summary()
@@ -52,7 +52,7 @@ def test_values_that_were_not_recorded_are_not_compared() -> None:
 
 
 def test_bfloat16_has_a_wider_bound() -> None:
-    near = Nearness(START, "bfloat16")
+    near = ReplayTolerance(START, "bfloat16")
     near.gradient(2.0 * (1 + 2 * BOUND), 2.0)
     assert near.bound == COARSE_BOUND > 2 * BOUND
     assert near.within
