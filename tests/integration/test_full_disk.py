@@ -76,7 +76,7 @@ async def test_a_full_disk_is_reported_until_the_server_is_restarted(disk: Disk,
 
 @pytest.mark.long
 async def test_a_stack_goes_on_once_there_is_room(disk: Disk, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.local.disk_guard.POLL_S", 0.1)
+    monkeypatch.setattr("penstock.local.child.DISK_POLL_S", 0.1)
     folder, messages = disk(DISK_MIB), list[str]()
     options = StackOptions(data_dir=folder / "data", workers=NOBODY, environment=SIZES.variables)
     async with Stack(options, messages.append) as stack:

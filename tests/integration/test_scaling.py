@@ -20,8 +20,7 @@ from penstock.local.child import KeptAlive, ServiceProcess
 from penstock.local.launch import Launch
 from penstock.local.leash import leashed
 from penstock.local.ports import free_ports
-from penstock.local.stack import SERVICES
-from penstock.local.supervisor import Supervisor
+from penstock.local.stack import SERVICES, Supervisor
 from penstock.services.coordinator.jobs.scaling import Scaler
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.shared.config.jobs.job import JobConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from penstock.local import disk_guard
+from penstock.local import child
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.transport import server as servers
 from penstock.shared.transport.server import NatsServer, ValkeyServer, durability
@@ -141,11 +141,11 @@ async def test_the_disk_guard_does_not_interrupt_a_start(
     nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a server opens its store, its health check reports that JetStream is off."""
-    monkeypatch.setattr(disk_guard, "POLL_S", 0.01)
+    monkeypatch.setattr(child, "DISK_POLL_S", 0.01)
     monkeypatch.setattr(nats_server, "flaw", lambda: "JetStream is off")
     monkeypatch.setattr(nats_server, "_starting", True)
     messages: list[str] = []
-    guard = asyncio.create_task(disk_guard.DiskGuard(nats_server, messages.append).run())
+    guard = asyncio.create_task(child.DiskGuard(nats_server, messages.append).run())
     await asyncio.sleep(1.0)
     assert not messages
     assert nats_server.running

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from penstock.shared.algorithms.advantages import grpo_advantages
 from penstock.shared.algorithms.aggregation import aggregate
-from penstock.shared.algorithms.entropy import sampled_entropy
 from penstock.shared.algorithms.kl import k1, k2, k3, kl_estimate
 from penstock.shared.algorithms.policy_loss import clipped_ratio_loss
 
@@ -156,8 +155,6 @@ def test_estimators_agree_with_the_exact_values_on_average() -> None:
     log_q = torch.log_softmax(log_p + 0.3 * torch.randn(8, generator=generator), 0)
     tokens = torch.multinomial(log_p.exp(), 200_000, replacement=True, generator=generator)
     exact_kl = (log_p.exp() * (log_p - log_q)).sum().item()
-    exact_entropy = -(log_p.exp() * log_p).sum().item()
     for estimator in ("k1", "k3"):
         estimate = kl_estimate(estimator, log_p[tokens], log_q[tokens]).mean().item()
         assert estimate == pytest.approx(exact_kl, abs=4e-3)
-    assert sampled_entropy(log_p[tokens]).item() == pytest.approx(exact_entropy, abs=1e-2)

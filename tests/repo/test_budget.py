@@ -7,7 +7,8 @@ import functools
 import gc
 import re
 import statistics
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ TESTS_AND_TOOLS = sorted(
 )
 """Programs whose docstrings must have the same style; their size is not limited."""
 MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 600, 200, 60
+MIN_LINES_OF_ONE_IMPORTER, MAX_FOLDER_FILES = 80, 25
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "v2"}
 
 
@@ -130,6 +132,117 @@ def test_docstrings_begin_with_their_subject() -> None:
         if VAGUE.match(text)
     ]
     assert found == [], "name the thing, or the actor"
+
+
+_ENTRY = "entry point of a process"
+_COMMAND, _ROUTE, _FORMULA = "command of the CLI", "routes of the API", "formula of an algorithm, see docs/python.md"
+_SCORER, _SOURCE, _TRACKER = "scorer of the registry", "kind of data source", "tracker of the registry"
+SMALL_WITH_ONE_IMPORTER = {
+    "cli.__main__": _ENTRY,
+    "cli.deployment.audit_log": _COMMAND,
+    "cli.deployment.bench": _COMMAND,
+    "cli.deployment.record": _COMMAND,
+    "cli.jobs.describe": _COMMAND,
+    "cli.live.dead_letters": _COMMAND,
+    "cli.live.quarantine": _COMMAND,
+    "cli.live.users": _COMMAND,
+    "services.coordinator.__main__": _ENTRY,
+    "services.coordinator.api.audit_log": _ROUTE,
+    "services.coordinator.api.jobs.samples": _ROUTE,
+    "services.coordinator.api.jobs.scaling": _ROUTE,
+    "services.coordinator.trackers.swanlab": _TRACKER,
+    "services.coordinator.trackers.tensorboard": _TRACKER,
+    "services.coordinator.trackers.wandb": _TRACKER,
+    "services.env.__main__": _ENTRY,
+    "services.env.tools.python": "tool of the registry",
+    "services.env.tools.worker": _ENTRY,
+    "services.env.verifiers.penstock_chat": "imported by the library verifiers, by name",
+    "services.reward.__main__": _ENTRY,
+    "services.reward.scorers.environment": _SCORER,
+    "services.reward.scorers.exact": _SCORER,
+    "services.reward.scorers.format": _SCORER,
+    "services.reward.scorers.function": _SCORER,
+    "services.reward.scorers.math": _SCORER,
+    "services.reward.service": "the service, which its entry point imports late",
+    "services.rollout.__main__": _ENTRY,
+    "services.trainer.__main__": _ENTRY,
+    "services.trainer.backends.fsdp.frozen": "imported with the backend fsdp only",
+    "services.trainer.checkpoint.export": _ENTRY,
+    "shared.algorithms.cispo": _FORMULA,
+    "shared.algorithms.credit": _FORMULA,
+    "shared.algorithms.gspo": _FORMULA,
+    "shared.algorithms.importance": _FORMULA,
+    "shared.algorithms.kl_control": _FORMULA,
+    "shared.algorithms.load_balancing": _FORMULA,
+    "shared.algorithms.overlong": _FORMULA,
+    "shared.algorithms.returns": _FORMULA,
+    "shared.algorithms.sac": _FORMULA,
+    "shared.algorithms.supervised": _FORMULA,
+    "shared.data.addition": _SOURCE,
+    "shared.data.sorting": _SOURCE,
+    "shared.data.tasks": _SOURCE,
+    "shared.models.distributions": "formulas of distributions, tested against those of torch",
+}
+"""Modules below 80 lines with at most one importer that stay on their own, with the reason."""
+
+
+def _module_of(path: Path) -> str:
+    """Return the name of a product module inside the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[2:] if parts[:2] == ("src", "penstock") else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(tree: ast.Module, known: Container[str]) -> Iterator[str]:
+    """Yield the modules in ``known`` that a file imports, whole or names of them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name.removeprefix("penstock.") in known else str(node.module) for name in names]
+        else:
+            continue
+        yield from (short for name in names if (short := name.removeprefix("penstock.")) in known)
+
+
+def lonely_modules(sources: Mapping[str, tuple[int, ast.Module]], packages: Container[str]) -> set[str]:
+    """Return the modules below 80 lines that at most one other imports; ``sources`` has lines and syntax by module."""
+    importers: dict[str, set[str]] = {name: set() for name in sources}
+    for name, (_, tree) in sources.items():
+        for found in _imported(tree, sources):
+            importers[found] |= {name} - {found}
+    return {
+        name
+        for name, (lines, _) in sources.items()
+        if name not in packages and lines < MIN_LINES_OF_ONE_IMPORTER and len(importers[name]) <= 1
+    }
+
+
+def test_a_small_module_with_one_importer_is_part_of_it() -> None:
+    sources = {_module_of(path): (text_of(path).count("\n"), tree_of(path)) for path in SOURCES}
+    packages = {_module_of(path) for path in SOURCES if path.name == "__init__.py"}
+    lonely = lonely_modules(sources, packages)
+    assert lonely - SMALL_WITH_ONE_IMPORTER.keys() == set(), "merge it into its importer, or state why it stays"
+    assert SMALL_WITH_ONE_IMPORTER.keys() - lonely == set(), "remove the exception"
+
+
+def test_importers_are_counted() -> None:
+    texts = {
+        "a": "from penstock.shared import b\nimport penstock.shared.c",
+        "shared": "",
+        "shared.b": "from penstock.shared.c import name",
+        "shared.c": "",
+        "shared.d": "from penstock.shared.d import itself",
+        "shared.e": "#\n" * 80,
+    }
+    sources = {name: (text.count("\n"), ast.parse(text)) for name, text in texts.items()}
+    assert lonely_modules(sources, {"shared"}) == {"a", "shared.b", "shared.d"}
+
+
+def test_a_folder_has_few_files() -> None:
+    counts = Counter(path.parent for path in SOURCES)
+    assert {name_of(folder): n for folder, n in counts.items() if n > MAX_FOLDER_FILES} == {}, "split it by concept"
 
 
 PRIVATE_WORDS = {

@@ -13,7 +13,7 @@ from penstock.services.rollout.serving.reading import Reader
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.reading import ReadReply, ReadRequest
+from penstock.shared.protocol.live.reading import ReadReply, ReadRequest
 
 TOKENIZER = build_tokenizer(ModelConfig.parse({"config": {}, "tokenizer": "char"}))
 RENDERER = Renderer(TOKENIZER, {})

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.base import BaseModelFile, open_base
 from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
 from penstock.services.coordinator.finetuning.models import (
+    Checkpoint,
     CheckpointPage,
+    Event,
     EventPage,
     FineTuningJob,
     FineTuningRequest,
+    JobError,
     JobPage,
 )
-from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
 from penstock.services.coordinator.graders import scorer_of
 from penstock.services.coordinator.jobs.events import JobEvents
 from penstock.services.coordinator.jobs.store import JobStore
@@ -28,12 +30,24 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
 
 __all__ = ["FineTuningService"]
 
 Row = dict[str, Any]
 ALL = 1_000_000
+Shown = Literal["queued", "running", "paused", "succeeded", "failed", "cancelled"]
+_STATUS: dict[Phase, Shown] = {
+    "pending": "queued",
+    "running": "running",
+    "pausing": "running",
+    "paused": "paused",
+    "cancelling": "running",
+    "succeeded": "succeeded",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
+_EVENT_LEVELS: dict[str, Literal["info", "warn", "error"]] = {"warning": "warn", "error": "error"}
 
 
 class FineTuningService:
@@ -60,7 +74,7 @@ class FineTuningService:
         config, chosen = await asyncio.to_thread(self._job_file, wanted, base)
         request = wanted.model_dump(mode="json", exclude_unset=True)
         origin = {**request, "hyperparameters": chosen, "base": base.name}
-        return shown_job(await self._submissions.submit(config, request, key=key, fine_tuning=origin))
+        return _shown_job(await self._submissions.submit(config, request, key=key, fine_tuning=origin))
 
     def _job_file(self, wanted: FineTuningRequest, base: BaseModelFile) -> tuple[JobConfig, Row]:
         training = self._file("/training_file", wanted.training_file)
@@ -102,7 +116,7 @@ class FineTuningService:
 
     def shown(self, record: JobRecord) -> FineTuningJob:
         """Return a record in OpenAI's format."""
-        return shown_job(record)
+        return _shown_job(record)
 
     async def page(
         self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
@@ -118,14 +132,14 @@ class FineTuningService:
         jobs = (job for job in reversed(index.of_models(models)) if job.fine_tuned)
         jobs = (job for job in jobs if after is None or job.id < after)
         found = list(itertools.islice((job for job in jobs if labels.items() <= job.labels.items()), limit + 1))
-        return JobPage(data=[shown_job(job.record()) for job in found[:limit]], has_more=len(found) > limit)
+        return JobPage(data=[_shown_job(job.record()) for job in found[:limit]], has_more=len(found) > limit)
 
     async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:
         """List events, newest first."""
         await self.get(job)
         rows = await self._events.page(job, after=0, limit=ALL)
         below = _place(after)
-        found = [shown_event(seq, row) for seq, row in reversed(rows) if below is None or seq < below]
+        found = [_shown_event(seq, row) for seq, row in reversed(rows) if below is None or seq < below]
         return EventPage(data=found[:limit], has_more=len(found) > limit)
 
     async def checkpoints(self, job: str, *, after: str | None, limit: int) -> CheckpointPage:
@@ -133,7 +147,7 @@ class FineTuningService:
         await self.get(job)
         below = _place(after)
         rows = [row for row in reversed(await self._checkpoints.rows(job)) if below is None or row["number"] < below]
-        page = [shown_checkpoint(job, row) for row in rows[:limit]]
+        page = [_shown_checkpoint(job, row) for row in rows[:limit]]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
         return CheckpointPage(data=page, has_more=len(rows) > limit, first_id=first, last_id=last)
 
@@ -145,3 +159,56 @@ def _place(after: str | None) -> int | None:
 
 def _refused(pointer: str, detail: str) -> HttpProblem:
     return HttpProblem(422, "invalid_request", f"{pointer}: {detail}", errors=[Flaw(pointer=pointer, detail=detail)])
+
+
+def _shown_job(record: JobRecord) -> FineTuningJob:
+    """Convert a job that came from a fine-tuning request."""
+    origin, status = record.fine_tuning, record.status
+    assert origin is not None, f"{record.id} is no fine-tuning job"
+    failed = status.phase == "failed"
+    return FineTuningJob(
+        id=record.id,
+        created_at=int(record.created_at.timestamp()),
+        finished_at=int(status.finished_at.timestamp()) if status.finished_at is not None else None,
+        model=origin["model"],
+        estimated_finish=_estimate(status),
+        fine_tuned_model=f"job:{record.id}@final" if status.phase == "succeeded" else None,
+        status=_STATUS[status.phase],
+        error=JobError(code="job_failed", message=status.message or "failed") if failed else None,
+        training_file=origin["training_file"],
+        validation_file=origin.get("validation_file"),
+        hyperparameters=origin["hyperparameters"],
+        method=origin["method"],
+        seed=record.spec.get("seed", 0),
+        metadata=record.spec.get("metadata", {}),
+        integrations=origin.get("integrations") or [],
+    )
+
+
+def _estimate(status: JobStatus) -> int | None:
+    end = status.expected_end
+    return int(end.timestamp()) if end is not None and status.phase == "running" else None
+
+
+def _shown_event(seq: int, row: Row) -> Event:
+    """Convert a row of the job's events."""
+    return Event(
+        id=f"ftevent-{seq}",
+        created_at=int(row["time"]),
+        level=_EVENT_LEVELS.get(row["level"], "info"),
+        message=row["message"],
+        data={"type": row["type"], **(row.get("data") or {})},
+    )
+
+
+def _shown_checkpoint(job: str, row: Row) -> Checkpoint:
+    """Convert a checkpoint of a job."""
+    number = row["number"]
+    return Checkpoint(
+        id=f"ftckpt-{number}",
+        created_at=int(row["time"]),
+        fine_tuning_job_id=job,
+        fine_tuned_model_checkpoint=f"job:{job}@{number}",
+        step_number=number,
+        metrics={"step": float(number)},
+    )

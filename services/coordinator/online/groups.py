@@ -26,8 +26,8 @@ from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.live.reading import ReadReply, ReadRequest
 from penstock.shared.protocol.objective import Objective
-from penstock.shared.protocol.reading import ReadReply, ReadRequest
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 from penstock.shared.transport.bus import Bus
 

@@ -16,7 +16,7 @@ from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.reading import ReadReply, ReadRequest
+from penstock.shared.protocol.live.reading import ReadReply, ReadRequest
 
 __all__ = ["Reader", "answer_text"]
 

@@ -14,18 +14,16 @@ from penstock.shared.protocol.events.base import Event
 from penstock.shared.protocol.events.online import (
     Admission,
     Admitted,
+    CanaryBegun,
+    CanaryJudged,
     Decided,
     EndedFeedback,
     EndedInteractions,
-    PackedIds,
-    Quarantined,
-)
-from penstock.shared.protocol.events.serving import (
-    CanaryBegun,
-    CanaryJudged,
     Judged,
+    PackedIds,
     Promoted,
     PromotionRefused,
+    Quarantined,
 )
 from penstock.shared.protocol.events.training import (
     BatchRefused,

@@ -1,12 +1,15 @@
-"""Child processes under supervision: the kinds of processes, and the loop that restarts them."""
+"""Child processes under supervision: the kinds of processes, the loop that restarts them, and the guard that has the
+NATS server restarted after its disk was full."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +25,16 @@ from penstock.local.ports import free_ports
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.transport.server import NatsServer, ValkeyServer
 
-__all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "ServiceProcess", "ServiceRanks"]
+__all__ = [
+    "Backoff",
+    "Child",
+    "DiskGuard",
+    "KeptAlive",
+    "LeashedNats",
+    "LeashedValkey",
+    "ServiceProcess",
+    "ServiceRanks",
+]
 
 POLL_S = 0.1
 STOP_S = 10.0
@@ -31,6 +43,17 @@ LOG_BYTES = 64 << 20
 """Size above which a log file is renamed to ``.1`` when its process starts again."""
 LAST_BYTES = 64 << 10
 EXIT_CONFIG = 2
+DISK_POLL_S = 2.0
+"""Interval of the checks for errors of the NATS server, and for room on its disk (seconds)."""
+FAILED_WRITE = "write error"
+"""Text in the server's error for a stream that accepts no more messages after a failed write."""
+DISK_PATIENCE = 15
+"""Number of consecutive checks that must report an error other than FAILED_WRITE (such as JetStream being off) before
+the server is restarted. A server that is still opening its store is left alone."""
+DISK_SETTLE_S = 5.0
+"""Time after a kill of the NATS server until the checks go on (seconds)."""
+ROOM_BYTES = 8 << 20
+"""Enough space for the server to start and to write for a while."""
 
 
 class Child(Protocol):
@@ -341,3 +364,55 @@ class KeptAlive:
             return f"was ended by {signal.Signals(-code).name}"
         assert isinstance(self.child, (ServiceProcess, ServiceRanks))
         return f"ended with code {code} ({self.child.last_words()})"
+
+
+class DiskGuard:
+    """Has the NATS server of this machine restarted, by another task, once its full disk has room again.
+
+    A stream whose write failed accepts no message, even after there is room, until the server reads its files again.
+    The files contain all acknowledged messages. Publishers retry the requests that fail meanwhile.
+
+    ``report`` receives messages about what the guard does.
+    """
+
+    def __init__(self, nats: NatsServer, report: Callable[[str], None]) -> None:
+        self._nats, self._report = nats, report
+
+    async def run(self) -> None:
+        """Until cancelled: when the server reports a flaw, wait for disk space, then kill the server for a restart."""
+        while True:
+            self._report(
+                f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}"
+            )
+            while not await asyncio.to_thread(_has_room, self._nats.directory):
+                await asyncio.sleep(DISK_POLL_S)
+            self._report("nats: there is room; starting it again")
+            self._end()
+            await asyncio.sleep(DISK_SETTLE_S)
+
+    async def _flaw(self) -> str:
+        times = 0
+        while True:
+            await asyncio.sleep(DISK_POLL_S)
+            flaw = "" if self._nats.starting else await asyncio.to_thread(self._nats.flaw)
+            times = times + 1 if flaw else 0
+            if FAILED_WRITE in flaw or times >= DISK_PATIENCE:
+                return flaw
+
+    def _end(self) -> None:
+        """Kill the server. A clean stop could write the remains of a failed write from its memory to the disk."""
+        if self._nats.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._nats.pid, signal.SIGKILL)
+
+
+def _has_room(folder: Path) -> bool:
+    """Return True if ROOM_BYTES can be written to ``folder``, which also checks quotas. Blocks."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(os.urandom(ROOM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True

@@ -20,28 +20,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import httpx
 
-from penstock.local.child import Child, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
-from penstock.local.disk_guard import DiskGuard
+from penstock.local.child import Child, DiskGuard, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
 from penstock.local.launch import Launch, interpreter, interpreter_of
 from penstock.local.ports import claimable, free_ports
 from penstock.local.room import LARGEST, Room, StreamSizes, plan_room
 from penstock.local.state import Claim, UpState
-from penstock.local.supervisor import Supervisor
 from penstock.shared.config.local_key import announce_key, ensure_secret, key_file, withdraw_key
 from penstock.shared.config.service import CHECKPOINTS, load_settings
-from penstock.shared.errors import ConfigError, DeadlineError
+from penstock.shared.errors import ConfigError, Conflict, DeadlineError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.permissions import OPERATOR, ROLES, SUPERVISOR
-from penstock.shared.protocol.scaling import ScaleReply
+from penstock.shared.protocol.scaling import ScaleReply, ScaleRequest
 from penstock.shared.protocol.weights import slot_name
 from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bulk_header import PREFIX as BULK_PREFIX
 from penstock.shared.transport.bulk_segment import remove_unheld, sweep
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["Stack", "StackOptions"]
+__all__ = ["Scalable", "Stack", "StackOptions", "Supervisor"]
 
 SERVICES = ("coordinator", "reward", "env", "rollout", "trainer")
 STOPPING = (("env",), ("rollout", "trainer"), ("reward",), ("coordinator",))
@@ -50,6 +51,8 @@ all report to the coordinator."""
 REACH_S = 4.0
 """Deadline for an external bus to answer (seconds)."""
 _POLL_S = 0.2
+CONNECT_S = 60.0
+"""Deadline for the supervisor's connection to the bus (seconds)."""
 
 
 @dataclass(frozen=True)
@@ -432,3 +435,42 @@ async def _answers(http: httpx.AsyncClient, url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
         return (await http.get(url)).is_success
     return False
+
+
+class Scalable(Protocol):
+    """Workers whose number can change."""
+
+    async def scale(self, service: str, replicas: int) -> None:
+        """Set the number of workers of a service, without waiting until new ones are ready or old ones have ended."""
+        ...
+
+    async def pool(self, service: str) -> ScaleReply:
+        """Return how many workers a service has, how many of them are ready, and how many others still drain."""
+        ...
+
+
+class Supervisor:
+    """Serves the coordinator's scaling requests for the workers of one machine.
+
+    Without a supervisor, users start workers by hand.
+    """
+
+    def __init__(self, nats_url: str, processes: Scalable) -> None:
+        self._nats_url, self._processes = nats_url, processes
+        self._newest: dict[str, str] = {}
+        """By pool of workers: id of the operation of the newest accepted request."""
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        bus = await Bus.connect(self._nats_url, name="supervisor", deadline_s=CONNECT_S)
+        async with bus, await bus.serve(subjects.SCALE, self._answer):
+            await asyncio.Event().wait()
+
+    async def _answer(self, data: bytes) -> bytes:
+        request, _ = unpack(data, ScaleRequest)
+        if request.replicas is not None:
+            if request.operation < self._newest.get(request.pool, ""):  # from a stalled leader
+                raise Conflict(f"a newer request for workers of '{request.pool}' was taken already")
+            self._newest[request.pool] = request.operation
+            await self._processes.scale(request.pool, request.replicas)
+        return pack(await self._processes.pool(request.pool))

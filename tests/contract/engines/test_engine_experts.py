@@ -178,7 +178,7 @@ async def test_nothing_is_recorded_unless_asked(start: Start) -> None:
 
 async def test_a_table_that_misses_its_tokens_is_seen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show that the replay test above can fail: a recorder that is one token late does not close the gap."""
-    from penstock.services.rollout.engines.embedded.routes import RouteTable
+    from penstock.services.rollout.engines.embedded.batch import RouteTable
 
     write = RouteTable.write
     monkeypatch.setattr(RouteTable, "write", lambda self, row, position, chosen: write(self, row, position + 1, chosen))

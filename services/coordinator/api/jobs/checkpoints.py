@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+import tarfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path
@@ -12,11 +15,10 @@ from starlette.responses import Response, StreamingResponse
 from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
 from penstock.services.coordinator.api.http.replies import Json
-from penstock.services.coordinator.api.jobs.archives import Member, tar_bytes, tar_stream
 from penstock.services.coordinator.api.schemas import CheckpointList, CheckpointRow
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.problems import HttpProblem
-from penstock.shared.errors import Conflict
+from penstock.shared.errors import Conflict, Unavailable
 
 __all__ = ["artifacts", "router"]
 
@@ -34,6 +36,8 @@ FILE_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 Number = Annotated[int, Path(ge=0, lt=1 << 53, description="Batches trained before the checkpoint")]
 FileName = Annotated[str, Path(description="As the checkpoint's `files` name it", max_length=500)]
+CHUNK_BYTES = 1 << 20
+BLOCK = tarfile.BLOCKSIZE
 
 
 @router.get("", response_model=CheckpointList, dependencies=READ)
@@ -77,10 +81,10 @@ async def archive(job: JobId, number: Number, backend: BackendDep) -> Response:
     members = []
     for file in row["files"]:
         path, _ = await backend.checkpoints.file(job, number, file["name"])
-        members.append(Member(f"checkpoint-{number}/{file['name']}", path, file["nbytes"]))
+        members.append(_Member(f"checkpoint-{number}/{file['name']}", path, file["nbytes"]))
     name = f"{job}-{number}.tar"
-    headers = {"Content-Length": str(tar_bytes(members)), "Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(tar_stream(members, mtime=int(row["time"])), media_type=TAR, headers=headers)
+    headers = {"Content-Length": str(_tar_bytes(members)), "Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(_tar_stream(members, mtime=int(row["time"])), media_type=TAR, headers=headers)
 
 
 @router.get(
@@ -151,3 +155,50 @@ async def send_file(
         file.close()
         raise
     return reply_of(file, size, part, etag=etag)
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A file to archive: ``path`` on disk, and ``name``, its path inside the archive."""
+
+    name: str
+    path: pathlib.Path
+    nbytes: int
+
+
+def _tar_bytes(members: Sequence[_Member]) -> int:
+    """Return the length of the archive in bytes."""
+    return sum(len(_header(one, 0)) + _padded(one.nbytes) for one in members) + 2 * BLOCK
+
+
+async def _tar_stream(members: Sequence[_Member], *, mtime: int) -> AsyncIterator[bytes]:
+    """Yield the bytes of the archive; ``mtime`` (Unix seconds) applies to every file in it.
+
+    Raises:
+        Unavailable: a file is gone or has another size; the archive is truncated there.
+    """
+    for one in members:
+        yield _header(one, mtime)
+        sent = 0
+        try:
+            file = await asyncio.to_thread(one.path.open, "rb")
+            with file:
+                while chunk := await asyncio.to_thread(file.read, CHUNK_BYTES):
+                    sent += len(chunk)
+                    yield chunk
+        except OSError as error:
+            raise Unavailable(f"'{one.name}' cannot be read any more: {error}") from None
+        if sent != one.nbytes:
+            raise Unavailable(f"'{one.name}' has {sent} bytes, not {one.nbytes}")
+        yield bytes(_padded(sent) - sent)
+    yield bytes(2 * BLOCK)
+
+
+def _header(one: _Member, mtime: int) -> bytes:
+    info = tarfile.TarInfo(one.name)
+    info.size, info.mtime, info.mode = one.nbytes, mtime, 0o644
+    return info.tobuf(tarfile.PAX_FORMAT)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK

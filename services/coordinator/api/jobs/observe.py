@@ -16,13 +16,12 @@ import orjson
 from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
-from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
 from penstock.services.coordinator.api.feeds import POLL_S
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.open_file import byte_range
 from penstock.services.coordinator.api.http.replies import Json, from_error
 from penstock.services.coordinator.api.http.sse import CONTENT, HEADERS, event_stream, frame
-from penstock.services.coordinator.api.jobs.logstream import follow_logs
 from penstock.services.coordinator.api.schemas import (
     Audit,
     Columns,
@@ -38,12 +37,16 @@ from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.cloudevents import CLOUD_EVENT, cloud_event
+from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
 __all__ = ["CSV", "PARQUET", "as_csv", "as_parquet", "router"]
 
 
 CSV = "text/csv"
 PARQUET = "application/vnd.apache.parquet"
+Row = dict[str, Any]
+LOG_POLL_S = 0.5
+"""Poll interval of the log files, in seconds."""
 
 
 def as_csv(found: dict[str, Any]) -> bytes:
@@ -313,7 +316,7 @@ async def logs(
     unnamed = caller.may("admin")
     if follow:
         await backend.jobs.get(job)
-        rows = follow_logs(backend, job, service=service, tail=tail, after=last_event_id or after, unnamed=unnamed)
+        rows = _follow_logs(backend, job, service=service, tail=tail, after=last_event_id or after, unnamed=unnamed)
         stream = event_stream(rows, stopping=backend.stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
     found = await backend.diagnosis.logs(job, service=service, tail=tail, after=after, unnamed=unnamed)
@@ -387,3 +390,25 @@ def _start(after: int | None, last_event_id: str) -> int:
         detail = "Last-Event-ID must be an id that this stream sent"
         raise HttpProblem(422, "invalid_cursor", detail, errors=[Flaw(pointer="/header/Last-Event-ID", detail=detail)])
     return int(last_event_id)
+
+
+async def _follow_logs(
+    backend: Backend, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
+) -> AsyncIterator[tuple[str, Row]]:
+    """Yield ``(cursor, {"type": "log", "lines": [...]})``: the last ``tail`` lines, then new ones as they come.
+
+    Once the job is terminal, the stream ends after one more read. Clients at the same cursor share a read. ``after``:
+    cursor of an earlier reply, to continue there; ``unnamed``: include lines without a job id.
+    """
+    cursor = after
+    while True:
+        record = await backend.feeds.once(("job", job), LOG_POLL_S, partial(backend.jobs.get, job))
+        over = record.status.phase in TERMINAL_PHASES
+        read = partial(backend.diagnosis.logs, job, service=service, tail=tail, after=cursor, unnamed=unnamed)
+        found = await backend.feeds.once(("logs", job, service, tail, cursor, unnamed, over), LOG_POLL_S, read)
+        cursor = str(found["next"] or "")
+        if found["lines"]:
+            yield cursor, {"type": "log", "lines": found["lines"]}
+        if over:
+            return
+        await asyncio.sleep(LOG_POLL_S)

@@ -6,7 +6,7 @@ rows. A step computes a bounded number of tokens of stale rows, so that long pro
 A new policy version makes every row stale and drops all held prefixes: no token comes from an old cache.
 
 Shape legend: R = rows, V = vocabulary, T = flat tokens, D = model width, L = positions, N = layers with experts,
-K = experts of a token.
+K = experts of a token, C = token capacity of a row, W = tokens to write.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
-from penstock.services.rollout.engines.embedded.cache import KVCache
+from penstock.services.rollout.engines.embedded.cache import HeldSequence, HeldSequences, KVCache
 from penstock.services.rollout.engines.embedded.grouping import Grouping, groups_of, joined
-from penstock.services.rollout.engines.embedded.held import HeldSequence, HeldSequences
 from penstock.services.rollout.engines.embedded.parts import Part, next_pass, together
-from penstock.services.rollout.engines.embedded.routes import RouteTable
 from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
 from penstock.shared.errors import ConfigError, WeightsError
-from penstock.shared.models.architecture import plan_of
+from penstock.shared.models.architecture import Plan, plan_of
 from penstock.shared.models.decoder import decode, rope_at, selected_logits
 from penstock.shared.models.experts import Recorder
 from penstock.shared.models.packed import pack
 from penstock.shared.protocol.generation import Likely, Sample, Scores, Token
 
-__all__ = ["Batch", "Outcome", "TornWeights"]
+__all__ = ["Batch", "Outcome", "RouteTable", "TornWeights"]
 
 _FINISH: dict[int, Finish] = {1: "stop", 2: "length"}
 _BYTES_PER_CHARACTER = 4
@@ -343,3 +344,45 @@ class Batch:
     def _rope_of(self, position_T: Tensor) -> tuple[Tensor, Tensor]:
         cos_L1d, sin_L1d = self._rope
         return cos_L1d.index_select(0, position_T), sin_L1d.index_select(0, position_T)
+
+
+class RouteTable:
+    """Experts of every position of every row, [R, C, N, K], for router replay in the trainer. Rows are added and moved
+    as in ``Rows``.
+
+    When the weights change during a completion, its tokens are recomputed. The following token was sampled from the
+    first computation, so the experts of the first computation are kept.
+    """
+
+    def __init__(self, plan: Plan, rows: int, device: torch.device) -> None:
+        num_experts = plan.sparse[0].router.weight.shape[0]
+        dtype = torch.uint8 if num_experts <= 1 << 8 else torch.int16
+        shape = (rows, 0, len(plan.sparse), plan.sparse[0].top_k)
+        self._table_RCNK = torch.zeros(shape, dtype=dtype, device=device)
+        self._known_R = torch.zeros(rows, dtype=torch.long, device=device)
+
+    def reserve(self, length: int) -> None:
+        """Grow the capacity to at least ``length`` tokens per row."""
+        extra = length - self._table_RCNK.shape[1]
+        if extra > 0:
+            self._table_RCNK = torch.nn.functional.pad(self._table_RCNK, (0, 0, 0, 0, 0, extra + length // 2))
+
+    def add(self, start: int, stop: int) -> None:
+        """Clear rows [start, stop) for new completions."""
+        self._known_R[start:stop] = 0
+
+    def write(self, row_W: Tensor, position_W: Tensor, chosen_WNK: Tensor) -> None:
+        """Store the experts [W, N, K] of tokens that are computed for the first time; ignore recomputed ones."""
+        new_W = position_W >= self._known_R[row_W]
+        self._table_RCNK[row_W[new_W], position_W[new_W]] = chosen_WNK[new_W].to(self._table_RCNK.dtype)
+        self._known_R.scatter_reduce_(0, row_W, position_W + 1, "amax")
+
+    def take(self, row: int, length: int) -> NDArray[Any]:
+        """Return a copy of the expert ids of the first ``length`` tokens of a row, uint8 or uint16 [length, N, K]."""
+        table: NDArray[Any] = self._table_RCNK[row, :length].to("cpu", copy=True).numpy()
+        return table if table.dtype == np.uint8 else table.view(np.uint16)
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows ``sources`` to ``targets``."""
+        for tensor in (self._table_RCNK, self._known_R):
+            tensor[targets] = tensor[sources]

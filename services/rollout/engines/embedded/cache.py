@@ -1,4 +1,4 @@
-"""Key/value cache of the running sequences: each has one row of a static tensor, and rows are kept dense.
+"""Keys and values of the running sequences, one row of a static tensor each, and of prefixes held for later requests.
 
 Shape legend: N = layers, R = rows, L = positions, K = key/value heads, d = head width, T = flat tokens, G = query heads
 that share a key/value head, S = queries of a row, Q = G * S.
@@ -6,13 +6,17 @@ that share a key/value head, S = queries of a row, Q = G * S.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.shared.models.architecture import Plan
 
-__all__ = ["KVCache"]
+__all__ = ["HeldSequence", "HeldSequences", "KVCache"]
 
 GROWTH = 64
 """Granularity, in positions, to which a larger capacity is rounded up."""
@@ -106,3 +110,38 @@ class KVCache:
         for tensor in (*self._keys, *self._values):
             part = tensor[:, :, :length]
             part.index_copy_(0, targets, part.index_select(0, sources))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldSequence:
+    """Computed prefix ``token_ids`` [L] with its keys and values [K, L, d] per layer."""
+
+    token_ids: list[int]
+    keys: list[Tensor]
+    values: list[Tensor]
+
+
+class HeldSequences:
+    """Holds at most ``limit`` prefixes, one per session; evicts the oldest."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[str, HeldSequence] = OrderedDict()
+
+    def keep(self, session: str, sequence: HeldSequence) -> None:
+        """Hold a prefix for the next request of its session; replaces an earlier one of the session."""
+        self._held[session] = sequence
+        self._held.move_to_end(session)
+        if len(self._held) > self._limit:
+            self._held.popitem(last=False)
+
+    def take(self, session: str, prompt_ids: Sequence[int]) -> HeldSequence | None:
+        """Remove the prefix of the session and return it; None if absent or if ``prompt_ids`` does not extend it."""
+        found = self._held.pop(session, None)
+        if found is None or len(found.token_ids) >= len(prompt_ids):
+            return None
+        return found if list(prompt_ids[: len(found.token_ids)]) == found.token_ids else None
+
+    def clear(self) -> None:
+        """Drop all prefixes."""
+        self._held.clear()

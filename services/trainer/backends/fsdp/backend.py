@@ -5,11 +5,12 @@ Shape legend: M = scored tokens of a microbatch, T = packed tokens, S1 = sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -21,8 +22,6 @@ from penstock.services.trainer.backends.base import (
     Seconds,
     TensorLayout,
 )
-from penstock.services.trainer.backends.fsdp.rows import Rows, rows_of
-from penstock.services.trainer.backends.fsdp.shard_optimizer import ShardOptimizer
 from penstock.services.trainer.backends.fsdp.sharded_model import ShardedModel, Sharding
 from penstock.services.trainer.backends.initial import initial_model
 from penstock.services.trainer.backends.local import describing_files
@@ -32,10 +31,10 @@ from penstock.services.trainer.backends.stopwatch import Stopwatch
 from penstock.services.trainer.batch.packing import Microbatch, stand_in
 from penstock.services.trainer.batch.routers import Routers
 from penstock.services.trainer.environment import describe_environment
-from penstock.services.trainer.optimizer import check_fits, decayed_names
+from penstock.services.trainer.optimizer import Optimizer, check_fits, decayed_names
 from penstock.services.trainer.random_state import random_state, set_random_state
 from penstock.services.trainer.ranks.collective import Collective
-from penstock.services.trainer.ranks.row_shards import local_part
+from penstock.services.trainer.ranks.row_shards import as_sharded, is_sharded, local_part, rows_of_mesh
 from penstock.shared.config.backend import FSDPConfig
 from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
@@ -193,7 +192,7 @@ class FSDPBackend:
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
         """Start a new optimizer at the current weights; see ``Backend``."""
         self._parameters.train_base(whole)
-        self._optimizer = ShardOptimizer(self._model.params, config, self._collective, decayed=self._decayed)
+        self._optimizer = _ShardOptimizer(self._model.params, config, self._collective, decayed=self._decayed)
         if not whole:
             self._parameters.pins()  # now, because all ranks are here
 
@@ -219,7 +218,7 @@ class FSDPBackend:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole parameters into the model; see ``Backend``."""
-        own = rows_of(base_parameters(self._model.model), self._dtype)
+        own = _rows_of(base_parameters(self._model.model), self._dtype)
         for name, tensor in weights:
             if name not in own or tensor.shape != own[name].shape:
                 raise CheckpointError(f"'{name}' {tuple(tensor.shape)} is not a parameter of this {self._role}")
@@ -321,25 +320,25 @@ class FSDPBackend:
             offload=offload,
         )
 
-    def _stored(self) -> dict[str, dict[str, Rows]]:
+    def _stored(self) -> dict[str, dict[str, _Rows]]:
         """Return this rank's live rows of everything that a checkpoint holds, by part."""
         twin = {} if self._reference is None else self._parameters.of_twin(self._reference.model)
         return {
-            "reference": rows_of(twin, self._dtype),
-            "weights": rows_of(self._parameters.kept(), self._dtype),
-            "adapter": rows_of(self._parameters.adapter(), self._dtype),
+            "reference": _rows_of(twin, self._dtype),
+            "weights": _rows_of(self._parameters.kept(), self._dtype),
+            "adapter": _rows_of(self._parameters.adapter(), self._dtype),
             "optimizer": self._moments(),
         }
 
-    def _moments(self) -> dict[str, Rows]:
+    def _moments(self) -> dict[str, _Rows]:
         """Return this rank's rows of the optimizer's state, by the names that a backend with whole tensors uses."""
         params, moments = self._model.params, {}
         for key, value in self._optimizer.tensors().items():
             shape = params[key.partition(".")[2]].shape if value.ndim else value.shape
-            moments[key] = Rows(value, shape, value.dtype)
+            moments[key] = _Rows(value, shape, value.dtype)
         if self._dtype != torch.float32:
             trained = {f"master.{name}": param for name, param in params.items() if param.requires_grad}
-            moments |= rows_of(trained, torch.float32)
+            moments |= _rows_of(trained, torch.float32)
         return moments
 
 
@@ -385,3 +384,78 @@ def _copies(scores: ScoreTensors) -> ScoreTensors:
     return (
         values_M.clone(), None if entropy_M is None else entropy_M.clone(), None if kl_M is None else kl_M.clone(),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """This rank's rows of one tensor.
+
+    Attributes:
+        part: the rows, in the memory of the model or optimizer itself; a scalar is the same on every rank.
+        shape: shape of the whole tensor.
+        dtype: type in which the tensor is stored.
+    """
+
+    part: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def whole(self) -> Tensor:
+        """Return a meta tensor with the shape and type of the stored tensor."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def copy(self, mesh: DeviceMesh) -> Tensor:
+        """Return a copy of the rows in host memory: a DTensor over the CPU mesh ``mesh``, or a plain scalar."""
+        copied = self.part.detach().to("cpu", self.dtype, copy=True)
+        return as_sharded(copied, mesh, self.shape) if self.shape else copied
+
+    @torch.no_grad()
+    def load(self, saved: Tensor, mesh: DeviceMesh) -> None:
+        """Copy this rank's rows of ``saved``, a whole tensor or a DTensor over the same ranks, into ``part``."""
+        if self.shape and not is_sharded(saved):
+            saved = saved[rows_of_mesh(len(saved), mesh)]
+        self.part.copy_(local_part(saved))
+
+
+def _rows_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, _Rows]:
+    """Return this rank's rows of ``parameters``, all of which are DTensors. ``dtype`` is that of checkpoints."""
+    return {name: _Rows(local_part(param.detach()), param.shape, dtype) for name, param in parameters.items()}
+
+
+class _ShardOptimizer(Optimizer):
+    """``Optimizer`` over parameters that share their memory with the DTensors of a sharded model.
+
+    Args:
+        params: DTensors by name; this class allocates their gradients, and FSDP adds to them in place.
+        collective: all ranks that hold rows.
+        decayed: names of the parameters with weight decay.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        collective: Collective,
+        *,
+        decayed: frozenset[str],
+    ) -> None:
+        self._collective = collective
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        rows = {name: nn.Parameter(local_part(param.detach())) for name, param in trained.items()}
+        super().__init__(rows, config, decayed=decayed)
+        for name, param in trained.items():
+            param.grad = torch.zeros_like(param.detach())
+            rows[name].grad = local_part(param.grad)
+
+    def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
+        """Return the L2 norm over the rows of all ranks, summed in float64 in rank order."""
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
+        squares = float(torch.stack(norms).square().sum())
+        total = self._collective.sum({"squares": squares})["squares"]
+        return torch.tensor(math.sqrt(total), dtype=torch.float32, device=norms[0].device)
+
+    def clear(self, trained: list[Tensor]) -> None:
+        """Zero the gradients in place, because FSDP adds into the same memory."""
+        for param in trained:
+            assert param.grad is not None
+            param.grad.zero_()
