@@ -37,7 +37,7 @@ from penstock.shared.protocol.live.interaction import (
 )
 from penstock.shared.transport.bus import Bus, Outgoing
 
-DEADLINE_S = 90.0
+DEADLINE_S = 30.0
 METRICS = {
     "accepted": {"type": "boolean"},
     "score": {"type": "float", "clip": [0.0, 1.0]},
