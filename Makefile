@@ -111,7 +111,8 @@ compose-vllm-test: compose-config  ## build the image with vLLM (gigabytes), tra
 sims-test: $(BIN)/pytest  ## the simulator contract with ManiSkill and LIBERO, in environments of their own (installs them: gigabytes)
 	for name in maniskill libero; do $(BIN)/penstock sims install $$name || exit; done
 	PENSTOCK_REQUIRE_SIMULATORS="maniskill libero" $(BIN)/pytest -n0 -m "" -k "maniskill or libero" \
-		tests/contract/test_simulators.py tests/contract/test_simulator_snapshots.py tests/contract/test_simulator_pictures.py
+		tests/contract/test_simulators.py tests/contract/test_simulator_snapshots.py \
+		tests/contract/test_simulator_pictures.py tests/contract/test_batched_simulators.py
 
 up:  ## the whole system in containers
 	sh deploy/secrets.sh

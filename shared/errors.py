@@ -16,6 +16,17 @@
     ├── Fenced                          a writer with a higher epoch took over: step down, write nothing
     ├── Conflict                        the current state does not allow the request (HTTP 409)
     ├── NotFound (KeyError)             no such job, message or checkpoint
+    ├── Refused                         a request is refused, for a reason that has a name (``code``)
+    │   ├── Invalid                     the request is wrong; says which parts of it
+    │   ├── Unauthenticated             the caller does not say, or cannot prove, who it is
+    │   ├── Forbidden                   the caller may not do this
+    │   ├── OutOfReach                  the caller reaches no object of this name: another caller owns it, or it is off
+    │   ├── Gone                        the object ended or was deleted: it takes no requests any more
+    │   ├── TooLarge                    the request is larger than can be stored
+    │   ├── NoRoom                      there is no space to store more, until some is freed
+    │   │   └── QuotaUsed               the caller has used up its share of the space: a retry does not help
+    │   └── RetryLater                  the request cannot be served now; retry it after a given time
+    │       └── RateLimited             the sender sends more than can be taken: slow down, retry after a given time
     ├── Unsupported                     this simulator does not offer the operation
     ├── WeightsError                    a weight transfer failed; the engine keeps its old version
     │   └── UnreadableWeights           this process can use no transport of a version, whoever publishes it again
@@ -30,6 +41,9 @@ A message names the error, its place, and a remedy. All exceptions are picklable
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 __all__ = [
     "ArchiveError",
     "CheckpointError",
@@ -40,15 +54,27 @@ __all__ = [
     "DeadlineError",
     "DiskFull",
     "Fenced",
+    "Flaw",
+    "Forbidden",
     "FrameError",
+    "Gone",
+    "Invalid",
+    "NoRoom",
     "NotFound",
+    "OutOfReach",
     "PenstockError",
     "ProtocolError",
+    "QuotaUsed",
     "RankLost",
+    "RateLimited",
+    "Refused",
+    "RetryLater",
     "SandboxError",
     "ScoringError",
     "StreamFull",
+    "TooLarge",
     "ToolError",
+    "Unauthenticated",
     "Unavailable",
     "UnreadableWeights",
     "Unsupported",
@@ -113,6 +139,72 @@ class NotFound(PenstockError, KeyError):  # noqa: N818
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """One invalid part of a request: its place (``pointer``), and what is wrong with it (``detail``)."""
+
+    pointer: str = field(
+        metadata={"description": "JSON pointer into the body, or the parameter as /query/NAME, /path/NAME"}
+    )
+    detail: str
+
+
+class Refused(PenstockError):  # noqa: N818
+    """A request is refused. ``code`` names the reason for programs, ``detail`` tells it to people, and ``flaws`` are
+    the parts of the request that are to blame."""
+
+    def __init__(self, code: str, detail: str, flaws: Sequence[Flaw] = ()) -> None:
+        super().__init__(code, detail, tuple(flaws))
+        self.code, self.detail, self.flaws = code, detail, tuple(flaws)
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+class Invalid(Refused):
+    """The request itself is wrong: the same request is refused again."""
+
+
+class Unauthenticated(Refused):
+    """The caller does not say who it is, or cannot prove it."""
+
+
+class Forbidden(Refused):
+    """The caller is known, and may not do this."""
+
+
+class OutOfReach(Refused):
+    """The caller reaches no object of this name: it belongs to another caller, or is not offered here."""
+
+
+class Gone(Refused):
+    """The object of the request ended or was deleted; it takes no requests any more."""
+
+
+class TooLarge(Refused):
+    """The request is larger than can be stored."""
+
+
+class NoRoom(Refused):
+    """There is no space to store more, until some is freed."""
+
+
+class QuotaUsed(NoRoom):
+    """The caller has used up its share of the space; others may still have some. A retry does not help."""
+
+
+class RetryLater(Refused):
+    """The request cannot be served now; the sender may repeat it after ``retry_after_s`` seconds."""
+
+    def __init__(self, code: str, detail: str, flaws: Sequence[Flaw] = (), *, retry_after_s: float = 1.0) -> None:
+        super().__init__(code, detail, flaws)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimited(RetryLater):
+    """The sender sends more than can be taken: it has to slow down."""
 
 
 class Unsupported(PenstockError):  # noqa: N818

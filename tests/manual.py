@@ -111,6 +111,7 @@ NOT_RUN_LIKE = {
     r"penstock sims install (gymnasium|NAME.*)": "run by tests/integration/test_sims.py",
     r"python3 -m venv .* && .*": GIGABYTES,
     r"python -m penstock\.services\.(trainer|coordinator)": "a service, which `penstock up` starts",
+    r"environment: .*sim_backend: physx_cuda.*": "needs an NVIDIA GPU: the submission is refused elsewhere",
     r"torchrun .*": OTHER_HOSTS,
     r"data: .* type: verifiers .*": "names an interpreter with the library verifiers, which downloads gigabytes",
     r"PENSTOCK_WORKER_ID=.*….*": OTHER_HOSTS,

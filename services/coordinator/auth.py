@@ -14,9 +14,8 @@ from functools import lru_cache
 from starlette.datastructures import Headers
 
 from penstock.services.coordinator.access import KeyStore
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, Forbidden, Unauthenticated
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.keys import Scope, StoredKey, key_id
 from penstock.shared.protocol.live.episode_keys import PREFIX as EPISODE_PREFIX
@@ -117,7 +116,8 @@ class KeyRing:
         """Return the sender of a request with these headers.
 
         Raises:
-            HttpProblem: 401 without a valid key; 403 if no keys exist and the request comes from a web page.
+            Unauthenticated: the request has no valid key.
+            Forbidden: no keys exist, and the request comes from a web page.
             Unavailable: the bus does not answer, so the key cannot be checked.
         """
         text = _presented(headers)
@@ -168,7 +168,7 @@ class KeyRing:
         ``Caller`` has no scopes.
 
         Raises:
-            HttpProblem: 401, the key does not exist any more.
+            Unauthenticated: the key does not exist any more.
         """
         if maker in self._configured_ids() or (maker == ANONYMOUS.id and not self._digests):
             return Caller(maker, frozenset())
@@ -219,13 +219,11 @@ def _configured(settings: ServiceSettings) -> list[str]:
     return [key.strip() for key in settings.api_keys.split(",") if key.strip()]
 
 
-def _unauthorized(what: str) -> HttpProblem:
-    return HttpProblem(
-        401,
+def _unauthorized(what: str) -> Unauthenticated:
+    return Unauthenticated(
         "invalid_api_key",
         f"{what}: send 'Authorization: Bearer KEY' (PENSTOCK_API_KEY for the command line). "
         "The key that 'penstock up' made is in api.key of its data directory",
-        headers={"WWW-Authenticate": 'Bearer realm="penstock"'},
     )
 
 
@@ -243,8 +241,7 @@ def _refuse_foreign_pages(headers: Headers) -> None:
     origin = headers.get("origin")
     origin_host = _host_name(origin.partition("://")[2]) if origin else "localhost"
     if not (is_loopback(host) and is_loopback(origin_host)):
-        raise HttpProblem(
-            403,
+        raise Forbidden(
             "not_local",
             f"without PENSTOCK_API_KEYS only this machine may call (Host '{host}', Origin '{origin or 'none'}')",
         )

@@ -11,12 +11,11 @@ from typing import Any
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.origins import Origins
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.submission import Submissions
 from penstock.services.coordinator.training.checkpoints import COMMIT
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ProtocolError
+from penstock.shared.errors import OutOfReach, ProtocolError, RetryLater
 from penstock.shared.protocol.jobs import ModelOrigin
 
 __all__ = ["Deployments"]
@@ -55,7 +54,8 @@ class Deployments:
 
         Raises:
             ConfigError: the checkpoint cannot be served here.
-            HttpProblem: 404 if deployment on request is off, 503 if as many checkpoints as allowed are deployed.
+            OutOfReach: deployment on request is off.
+            RetryLater: as many checkpoints as allowed are deployed.
         """
         index = await self._store.index()
         unfinished = index.unfinished()
@@ -78,14 +78,14 @@ class Deployments:
         running = [job.name for job in unfinished if BY_REQUEST.items() <= job.labels.items()]
         if not most:
             text = "this deployment serves checkpoints only by 'penstock serve' (PENSTOCK_DEPLOY_MOST is 0)"
-            raise HttpProblem(404, "model_not_found", text)
+            raise OutOfReach("model_not_found", text)
         if len(running) >= most:
             text = (
                 f"{len(running)} checkpoints are served on request already ({', '.join(running)}), which is as many as "
                 f"PENSTOCK_DEPLOY_MOST allows; one is given back {self._settings.deploy_idle_s:g} s after its last "
                 "request, or by 'penstock cancel'"
             )
-            raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
+            raise RetryLater("deployments_full", text, retry_after_s=FULL_RETRY_S)
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
         """Return the models that ``deploy`` accepts among the LISTED newest finished jobs, oldest first.

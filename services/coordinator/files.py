@@ -24,11 +24,10 @@ import orjson
 import uuid6
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.model import MAX_MODEL_FILES, MODEL_FILE
 from penstock.shared.data.files import MODEL, ROWS, is_uploaded
 from penstock.shared.data.user_code import code_path
-from penstock.shared.errors import NotFound
+from penstock.shared.errors import Flaw, Invalid, NoRoom, NotFound
 from penstock.shared.protocol.bus_clock import bus_time
 
 __all__ = ["CodeRecord", "FileRecord", "FileStore", "Purpose"]
@@ -91,8 +90,9 @@ class FileStore:
         A repeated call with the same ``key``, file name and bytes stores nothing and returns the first record.
 
         Raises:
-            HttpProblem: 422 if ``source`` is not JSON lines (with the invalid lines), or for the purpose `model` not an
-                archive of a model, or if the key was used for another file; 507 if there is no room.
+            Invalid: ``source`` is not JSON lines (with the invalid lines), or for the purpose `model` not an archive of
+                a model, or the key was used for another file.
+            NoRoom: as many files or bytes as allowed are kept.
         """
         self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
@@ -121,7 +121,8 @@ class FileStore:
         """Store Python source once, under the SHA-256 of its UTF-8; return its record when it is on disk.
 
         Raises:
-            HttpProblem: 422 if ``source`` is not Python (the text names the line); 507 if there is no room.
+            Invalid: ``source`` is not Python (the text names the line).
+            NoRoom: as many files of code as allowed are kept.
         """
         try:
             data = source.encode()
@@ -129,7 +130,7 @@ class FileStore:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             line = getattr(error, "lineno", None)
             detail = f"not Python{f', line {line}' if line else ''}: {getattr(error, 'msg', None) or error}"
-            raise HttpProblem(422, "invalid_file", detail, errors=[Flaw(pointer="/source", detail=detail)]) from None
+            raise Invalid("invalid_file", detail, [Flaw(pointer="/source", detail=detail)]) from None
         record = CodeRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
         path = code_path(self._root.parent, record.sha256)
         with self._lock:
@@ -137,7 +138,7 @@ class FileStore:
             if not path.exists():
                 known = sum(1 for _ in path.parent.iterdir())
                 if known >= MAX_CODE_FILES:
-                    raise HttpProblem(507, "files_full", f"{known} files of code are kept already, in {path.parent}")
+                    raise NoRoom("files_full", f"{known} files of code are kept already, in {path.parent}")
                 _write(path, data)
                 _sync(path.parent)
         return record
@@ -154,26 +155,22 @@ class FileStore:
             _sync(directory)
 
     def _earlier(self, key: str, record: FileRecord) -> FileRecord | None:
-        """Return the record of the file uploaded with ``key``, or None. Raises HttpProblem: 422 if that file differs
-        from the file of ``record``."""
+        """Return the record of the file uploaded with ``key``, or None. Raises Invalid if that file differs from the
+        file of ``record``."""
         try:
             found = self.find((self._root / KEYS / _digest(key)).read_text()) if key else None
         except (OSError, NotFound):  # never used, or that file is deleted
             return None
         if found is not None and (found.sha256, found.filename) != (record.sha256, record.filename):
-            raise HttpProblem(
-                422, "idempotency_key_reused", "this Idempotency-Key was used with another file; use a new key"
-            )
+            raise Invalid("idempotency_key_reused", "this Idempotency-Key was used with another file; use a new key")
         return found
 
     def _check_room(self, nbytes: int) -> None:
-        """Raise HttpProblem (507) if the limits on the number and bytes of files leave no room for another file of
-        ``nbytes``."""
+        """Raise NoRoom if the limits on the number and bytes of files leave no room for another file of ``nbytes``."""
         known = self.list_all()
         total = sum(record.bytes for record in known) + nbytes
         if len(known) >= self._max_files or total > self._max_bytes:
-            raise HttpProblem(
-                507,
+            raise NoRoom(
                 "files_full",
                 f"{len(known)} files with {total - nbytes} bytes are kept, of at most {self._max_files} with "
                 f"{self._max_bytes} bytes (PENSTOCK_MAX_FILES, PENSTOCK_FILES_BYTES); delete some first",
@@ -226,7 +223,7 @@ class FileStore:
 
 
 def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
-    """Copy and check JSON lines; return size in bytes, number of rows and SHA-256. Raises HttpProblem: 422."""
+    """Copy and check JSON lines; return size in bytes, number of rows and SHA-256. Raises Invalid."""
     digest, rows, nbytes = hashlib.sha256(), 0, 0
     flaws: list[Flaw] = []
     with path.open("wb") as file:
@@ -246,13 +243,13 @@ def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
     if flaws:
         where = flaws[0].pointer.removeprefix("/file").replace("/", " ").strip()
         detail = ": ".join(["the file is not JSON lines", *filter(None, [where]), flaws[0].detail])
-        raise HttpProblem(422, "invalid_file", detail, errors=flaws)
+        raise Invalid("invalid_file", detail, flaws)
     return nbytes, rows, digest.hexdigest()
 
 
 def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
     """Unpack an archive into ``folder``; return the archive's size in bytes, 0 (a model has no rows), and its SHA-256.
-    Raises HttpProblem: 422."""
+    Raises Invalid."""
     digest = hashlib.sha256()
     while block := source.read(1 << 20):
         digest.update(block)
@@ -276,7 +273,7 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
                 _write(folder / entry.filename, _read(archive, entry))
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError) as error:
         detail = f"the file is not a ZIP archive of a model: {error}"
-        raise HttpProblem(422, "invalid_file", detail, errors=[Flaw(pointer="/file", detail=detail)]) from None
+        raise Invalid("invalid_file", detail, [Flaw(pointer="/file", detail=detail)]) from None
     _sync(folder)
     return nbytes, 0, digest.hexdigest()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.services.coordinator.problems import HttpProblem
+from penstock.shared.errors import NoRoom
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus, StreamState
 
@@ -32,9 +32,9 @@ async def reserve_ledger(bus: Bus) -> None:
     """Refuse a new job if all free space of LEDGER is reserved for running jobs.
 
     Raises:
-        HttpProblem: 507 the ledger has no space for another job.
+        NoRoom: the ledger has no space for another job.
         Unavailable: the bus does not answer.
     """
     state = await bus.stream_state(subjects.LEDGER)
     if state.max_bytes > 0 and state.bytes >= RESERVED_SHARE * state.max_bytes:
-        raise HttpProblem(507, "ledger_full", f"{describe_ledger(state)}; what is left is kept for the jobs that run")
+        raise NoRoom("ledger_full", f"{describe_ledger(state)}; what is left is kept for the jobs that run")

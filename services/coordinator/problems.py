@@ -1,21 +1,42 @@
-"""Errors that contain their HTTP reply: a status, a machine-readable code, and the invalid fields."""
+"""HTTP problems, the refusals of the HTTP layer, and the one table that maps the errors of the core to them.
+
+The core raises ``shared/errors`` and knows no status; only the HTTP layer imports this module.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from pydantic import BaseModel, Field
+from penstock.shared.errors import (
+    ConfigError,
+    Conflict,
+    DataError,
+    DeadlineError,
+    Fenced,
+    Flaw,
+    Forbidden,
+    Gone,
+    Invalid,
+    NoRoom,
+    NotFound,
+    OutOfReach,
+    PenstockError,
+    QuotaUsed,
+    RateLimited,
+    Refused,
+    RetryLater,
+    StreamFull,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
 
-from penstock.shared.errors import PenstockError
+__all__ = ["Flaw", "HttpProblem", "from_error"]
 
-__all__ = ["Flaw", "HttpProblem"]
-
-
-class Flaw(BaseModel):
-    """One invalid part of a request: its place (``pointer``), and what is wrong with it (``detail``)."""
-
-    pointer: str = Field(description="JSON pointer into the body, or the parameter as /query/NAME, /path/NAME")
-    detail: str
+PRECISE_S = 10.0
+"""Waits below this time (seconds) are also given in milliseconds, in the header that OpenAI's SDKs prefer."""
 
 
 class HttpProblem(PenstockError):  # noqa: N818
@@ -36,3 +57,53 @@ class HttpProblem(PenstockError):  # noqa: N818
         self.errors = errors or []
         self.max_bytes = max_bytes
         self.headers = dict(headers or {})
+
+
+class _Rule(NamedTuple):
+    """The response to the errors of one class. ``code`` is '' for a class whose errors have codes of their own."""
+
+    error: type[PenstockError]
+    status: int
+    code: str = ""
+    headers: Mapping[str, str] = {}
+
+
+_LATER = {"Retry-After": "1"}
+_RULES = (  # the first one that fits counts: subclasses come before their base
+    _Rule(Invalid, 422),
+    _Rule(Unauthenticated, 401, headers={"WWW-Authenticate": 'Bearer realm="penstock"'}),
+    _Rule(Forbidden, 403),
+    _Rule(OutOfReach, 404),
+    _Rule(Gone, 410),
+    _Rule(TooLarge, 413),
+    _Rule(RateLimited, 429),
+    _Rule(RetryLater, 503),
+    _Rule(QuotaUsed, 507, headers={"x-should-retry": "false"}),
+    _Rule(NoRoom, 507),
+    _Rule(NotFound, 404, "not_found"),
+    _Rule(Conflict, 409, "conflict"),
+    _Rule(ConfigError, 422, "invalid_job"),
+    _Rule(DataError, 422, "invalid_data"),
+    _Rule(StreamFull, 503, "backlog_full", _LATER),
+    _Rule(Unavailable, 503, "unavailable", _LATER),
+    _Rule(Fenced, 503, "not_leader", _LATER),
+    _Rule(DeadlineError, 504, "timeout"),
+)
+
+
+def from_error(error: PenstockError) -> HttpProblem:
+    """Return the HTTP problem for an error; an error class that is not in ``_RULES`` becomes a 500 with the text."""
+    if isinstance(error, HttpProblem):
+        return error
+    rule = next((rule for rule in _RULES if isinstance(error, rule.error)), None)
+    if rule is None:
+        return HttpProblem(500, "internal", f"{type(error).__name__}: {error}")
+    if not isinstance(error, Refused):
+        return HttpProblem(rule.status, rule.code, str(error), headers=rule.headers)
+    headers = {**rule.headers, **(_wait(error.retry_after_s) if isinstance(error, RetryLater) else {})}
+    return HttpProblem(rule.status, error.code, error.detail, errors=list(error.flaws), headers=headers)
+
+
+def _wait(time_s: float) -> dict[str, str]:
+    precise = {"retry-after-ms": f"{1000 * time_s:.0f}"} if time_s < PRECISE_S else {}
+    return {"Retry-After": str(math.ceil(time_s)), **precise}

@@ -101,7 +101,7 @@ class Steering:
         Raises:
             Conflict: the job has not ended, or cannot continue (the message says why).
             ConfigError: the job no longer fits here (byte budget).
-            HttpProblem: 507, the ledger has no room.
+            NoRoom: the ledger has no room.
         """
         before = await self._store.get(job)
         if before.status.phase not in TERMINAL_PHASES:

@@ -24,7 +24,6 @@ from penstock.services.coordinator.jobs.retention import check_room
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.ledger_room import reserve_ledger
 from penstock.services.coordinator.origins import Origins, warnings_of
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.services.coordinator.training.health import rate_warnings
 from penstock.services.coordinator.user_code import CodeTrials, check_uploaded
@@ -43,7 +42,7 @@ from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
-from penstock.shared.errors import ConfigError, Conflict, DataError, StreamFull, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, DataError, Invalid, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
@@ -101,7 +100,7 @@ class Submissions:
 
         Raises:
             ConfigError: the job file is valid but the job cannot run here (data missing, memory, budgets).
-            HttpProblem: 507, the ledger has no room for another job.
+            NoRoom: the ledger has no room for another job.
             StreamFull: no room; the client may retry.
         """
         id = await self._ids.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
@@ -533,7 +532,7 @@ class SubmissionIds:
         """Return the id for a submission with this key: a new id, or the id of an earlier equal submission.
 
         Raises:
-            HttpProblem: 422 if the key was used with another body before.
+            Invalid: the key was used with another body before.
             Unavailable: the bus does not answer.
         """
         name = f"{JOB_PREFIX}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"
@@ -549,5 +548,5 @@ class SubmissionIds:
         job, _, known = entry.value.decode().partition(" ")
         if known != digest:
             detail = "this Idempotency-Key was used with another job file; use a new key"
-            raise HttpProblem(422, "idempotency_key_reused", detail)
+            raise Invalid("idempotency_key_reused", detail)
         return job

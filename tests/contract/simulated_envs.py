@@ -18,6 +18,8 @@ FOLDER = str(Path(__file__).parent)
 STEP, RAISE, DIE, HANG, NOT_A_NUMBER = range(5)
 UNSTARTABLE = 666
 """The state id at which a reset raises."""
+PROMPTING = 667
+"""The state id at which a reset asks the user a question, as libraries do that need a licence or a download."""
 DEADLY = 3
 IMAGE = (480, 640, 3)
 
@@ -44,6 +46,8 @@ class Fragile(gymnasium.Env[dict[str, NDArray[Any]], int]):
         super().reset(seed=seed)
         if seed == UNSTARTABLE:
             raise RuntimeError("no scene for this seed")
+        if seed == PROMPTING:
+            input("Do you accept the licence? [y/N] ")
         self.image, self.steps = np.full((4, 4, 3), (seed or 0) % 256, np.uint8), 0
         return self._observe(float(self.steps)), {}
 

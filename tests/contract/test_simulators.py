@@ -7,6 +7,7 @@ skipped without it, or fail for the names in PENSTOCK_REQUIRE_SIMULATORS.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -56,7 +57,7 @@ from penstock.shared.protocol.embodied.environment import (
     encode_env,
 )
 from penstock.shared.transport.bus import Bus
-from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
+from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, PROMPTING, RAISE, STEP, UNSTARTABLE
 from tests.integration.test_env_service import JOB, open_session, run_env
 from tests.processes import is_alive
 
@@ -830,6 +831,21 @@ def test_an_episode_that_does_not_begin_is_lost_with_its_reason(fragile: EnvPool
     assert started.lost.tolist() == [False, True, False, False]
     assert started.reasons[1] == "RuntimeError: no scene for this seed"
     assert act_on(fragile, [0, 2, 3]).valid.tolist() == [1, 1, 1]
+
+
+def test_a_prompt_of_a_library_reads_the_end_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulator does not inherit the standard input of its service, on which it would wait for an answer."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    request = OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=1, step_limit_s=20.0)
+    own, (reading, writing) = os.dup(0), os.pipe()
+    try:
+        os.dup2(reading, 0)
+        with contextlib.closing(open_simulator(request, NOWHERE)) as simulator:
+            assert reset_all(EnvPool(simulator), PROMPTING).reasons[0] == "EOFError: EOF when reading a line"
+    finally:
+        os.dup2(own, 0)
+        for end in (own, reading, writing):
+            os.close(end)
 
 
 def test_the_processes_end_with_their_session_and_with_their_parent(monkeypatch: pytest.MonkeyPatch) -> None:

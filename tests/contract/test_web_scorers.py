@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import json
 import re
 import socket
 import threading
@@ -331,6 +332,16 @@ def test_http_sends_batches_and_keeps_their_order(web: Any, open_http: OpenHttp)
     sent = sorted((asked.json for asked in web.asked), key=lambda message: len(message["completions"][0]))
     assert sent[0] == {"schema": 1, "prompt": "p", "completions": ["", "a"], "answer": "x", "row": {"k": 1}}
     assert [message["completions"] for message in sent[1:]] == [["bb", "ccc"], ["dddd"]]
+
+
+def test_http_requests_and_replies_are_those_of_the_manual(web: Any, open_http: OpenHttp) -> None:
+    section = MANUAL.read_text(encoding="utf-8").partition("## HTTP\n")[2].partition("\n## ")[0]
+    request, reply = map(json.loads, re.findall(r"```json\n(.*?)```", section, flags=re.DOTALL))
+    web.answer = lambda _: web.reply(reply)
+    score, error = open_http().score_group(request["prompt"], request["completions"], request["answer"], request["row"])
+    assert [asked.json for asked in web.asked] == [request]
+    assert score == reply["results"][0]["score"]
+    assert str(error) == f"the service says: {reply['results'][1]['error']}"
 
 
 def test_http_requests_can_be_verified(web: Any, monkeypatch: pytest.MonkeyPatch, open_http: OpenHttp) -> None:

@@ -30,7 +30,7 @@ def demo(*words: str, directory: Path) -> tuple[dict[str, Any], str]:
     """Run ``penstock demo`` and check that it succeeds; return its summary and its output on stderr."""
     result = run(*words, directory=directory)
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-4000:]}"
-    assert "error:" not in result.stderr
+    assert not re.search(r"^error:", result.stderr, re.MULTILINE), result.stderr
     found = json.loads(result.stdout)
     assert found["ok"] is True
     assert found["audit"] is True

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
+import json
 import re
 import shlex
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
+from pydantic import ValidationError
 from typer.exceptions import TyperException
 
 from penstock.client import Client
+from penstock.services.coordinator.feedback.posts import POST
 from penstock.shared.config.jobs.kinds import parse_job
 from tests.manual import (
     BASES,
@@ -179,6 +184,57 @@ def test_calls_that_no_client_has_are_found() -> None:
         tried("client.episodes.begin('agent')")
     with pytest.raises(TypeError):
         tried("client.feedback('accepted', True, inferences='x')")
+
+
+FENCES = {page: [fence for info, fence, _ in PARTS.findall(text_of(page)) if info[:4] == "json"] for page in PAGES}
+ELLIPSES = {"0192…": lambda number: str(UUID(int=number)), "[…]": lambda _: "[0]"}
+"""Ellipses that JSON may have beside the text "…", with what they stand for: each id is another one."""
+BODIES = {
+    "docs/online-feedback.md": POST.validate_python,
+    "docs/online-learning.md": POST.validate_python,
+    "docs/rewards.md": lambda _: None,
+}
+"""Pages with JSON, and the validation of what they show. In ``tests/contract/test_web_scorers.py`` a scorer sends the
+request on the page about rewards, and reads the reply."""
+
+
+def documents(fence: str) -> list[Any]:
+    """Return the JSON documents in a fence, one after another. Raises ValueError."""
+    numbers = itertools.count(1)
+    text = re.sub(r"0192…|\[…\]", lambda found: ELLIPSES[found[0]](next(numbers)), fence).strip()
+    if "…" in text.replace('"…"', ""):
+        raise ValueError(f"an ellipsis without a meaning: {text}")
+    found = []
+    while text:
+        value, end = json.JSONDecoder(parse_constant=refuse).raw_decode(text)
+        found.append(value)
+        text = text[end:].lstrip()
+    return found
+
+
+def refuse(constant: str) -> None:
+    """Refuse NaN and infinities, which only Python's JSON has."""
+    raise ValueError(constant)
+
+
+def test_every_page_with_json_has_a_validation() -> None:
+    assert {page for page in PAGES if FENCES[page]} == BODIES.keys()
+
+
+@pytest.mark.parametrize("page", BODIES)
+def test_the_json_of_a_page_is_valid(page: str) -> None:
+    for one in chain.from_iterable(map(documents, FENCES[page])):
+        BODIES[page](one)
+
+
+def test_json_that_is_not_valid_is_found() -> None:
+    assert documents('{"a": "ep_0192…", "b": […]}\n["…"]') == [{"a": f"ep_{UUID(int=1)}", "b": [0]}, ["…"]]
+    for text in ('{"a": 1,}', '{"a": …}', '{"a": "b…"}', "{'a': 1}", '{"a": 1} or', "NaN"):
+        with pytest.raises(ValueError):
+            documents(text)
+    (one, *_) = documents(FENCES["docs/online-feedback.md"][0])
+    with pytest.raises(ValidationError):
+        POST.validate_python({**one, "metric": one["metric_name"]})
 
 
 METHODS = (ROOT / "docs/python.md").read_text(encoding="utf-8").partition("| what | methods |")[2].partition("\n\n")[0]

@@ -12,12 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from penstock.services.coordinator.feedback.items import Identity, item_of
 from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.services.coordinator.feedback.posts import POST
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.rollout.serving.redaction import UNTRAINABLE, RecordRedactor
 from penstock.shared.config.online.redaction import RedactionConfig
 from penstock.shared.config.online.section import OnlineConfig
 from penstock.shared.data.redaction import Found, Redactor
-from penstock.shared.errors import ConfigError, DataError
+from penstock.shared.errors import ConfigError, DataError, Invalid
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.live.inference import ToolCall
 from penstock.shared.protocol.live.interaction import Interaction, Redacted
@@ -201,9 +200,9 @@ def test_names_of_tags_are_blanked_and_identifying_ones_refused() -> None:
     job = LiveJob("j", "live", False, OnlineConfig(), Redactor(config(patterns={"email": EMAIL})))
     body = {"kind": "interaction", "model": "live", "completion": {"content": "yes"}}
     for more, place in (({"group_id": "of ann@x.org"}, "/group_id"), ({"tags": {"a@b.c": "x"}}, "/tags/0")):
-        with pytest.raises(HttpProblem, match="send another name") as refused:
+        with pytest.raises(Invalid, match="send another name") as refused:
             item_of(POST.validate_python(body | more), job, Identity("f", "k", chosen=False), str)
-        assert (refused.value.status, refused.value.errors[0].pointer) == (422, place)
+        assert refused.value.flaws[0].pointer == place
     kept = item_of(POST.validate_python(body | {"group_id": "7"}), job, Identity("f", "k", chosen=False), str)
     assert kept.body["group_id"] == "7"
 

@@ -25,14 +25,13 @@ from penstock.client.results import Code, File
 from penstock.client.results.reading import one
 from penstock.client.sending import complete
 from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.user_code import check_uploaded
 from penstock.services.reward.scorers.function import Function
 from penstock.shared.config.data import FileSource
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.data.rows import open_rows
-from penstock.shared.errors import ConfigError, NotFound, ScoringError
+from penstock.shared.errors import ConfigError, Invalid, NotFound, ScoringError
 
 SOURCE = "def score(prompt, completion, answer, row, *, bonus=0.0):\n    return float(completion == answer) + bonus\n"
 DIGEST = hashlib.sha256(SOURCE.encode()).hexdigest()
@@ -213,7 +212,7 @@ def test_other_models_must_lie_where_the_services_see_them(
     ],
 )
 def test_an_archive_that_is_no_model_is_refused(store: FileStore, files: dict[str, bytes], flaw: str) -> None:
-    with pytest.raises(HttpProblem, match=re.escape(flaw)):
+    with pytest.raises(Invalid, match=re.escape(flaw)):
         store.add(packed(files), "base.zip", "model")
     assert store.list_all() == []
 
@@ -221,17 +220,17 @@ def test_an_archive_that_is_no_model_is_refused(store: FileStore, files: dict[st
 def test_a_damaged_or_compressed_archive_is_refused(store: FileStore) -> None:
     whole = packed(MODEL).getvalue()
     for data in (whole.replace(bytes(range(256)), bytes(256)), whole[:-10], b"", b"{}\n"):
-        with pytest.raises(HttpProblem, match="not a ZIP archive of a model"):
+        with pytest.raises(Invalid, match="not a ZIP archive of a model"):
             store.add(io.BytesIO(data), "base.zip", "model")
     beyond = whole[:-6] + (len(whole) + 9).to_bytes(4, "little") + whole[-2:]  # where its directory begins
     with tempfile.TemporaryFile() as source:
         source.write(beyond)
         source.seek(0)
-        with pytest.raises(HttpProblem, match="not a ZIP archive of a model"):
+        with pytest.raises(Invalid, match="not a ZIP archive of a model"):
             store.add(source, "base.zip", "model")
-    with pytest.raises(HttpProblem, match="at most 256 files"):
+    with pytest.raises(Invalid, match="at most 256 files"):
         store.add(packed(MODEL | {f"{n:0100}.json": b"" for n in range(1000)}), "base.zip", "model")
-    with pytest.raises(HttpProblem, match="stored, not compressed"):
+    with pytest.raises(Invalid, match="stored, not compressed"):
         store.add(packed(MODEL, zipfile.ZIP_DEFLATED), "base.zip", "model")
     assert store.list_all() == []
 
@@ -270,7 +269,7 @@ def test_code_that_cannot_be_uploaded_is_refused(file: Path, path: str, flaw: st
 def test_code_is_stored_once_by_its_content(store: FileStore, tmp_path: Path) -> None:
     assert [store.add_code(SOURCE).sha256 for _ in range(2)] == [DIGEST, DIGEST]
     assert (tmp_path / "data" / "code" / f"{DIGEST}.py").read_text() == SOURCE
-    with pytest.raises(HttpProblem, match="not Python, line 2"):
+    with pytest.raises(Invalid, match="not Python, line 2"):
         store.add_code("x = 1\ndef score(:\n")
     assert store.list_all() == [], "code is not listed as a data set"
     assert store.add(io.BytesIO(b'{"a": 1}\n'), "rows.jsonl", "fine-tune").rows == 1

@@ -34,7 +34,7 @@ from penstock.services.coordinator.api.guard import Guard, Measured
 from penstock.services.coordinator.api.http.idempotency import Idempotency, ReplyStore
 from penstock.services.coordinator.api.http.occupancy import Occupancy
 from penstock.services.coordinator.api.http.ratelimit import RateLimiter
-from penstock.services.coordinator.api.http.replies import from_error, problem_response
+from penstock.services.coordinator.api.http.replies import problem_response
 from penstock.services.coordinator.api.http.volatile import Volatile
 from penstock.services.coordinator.api.jobs import (
     amend,
@@ -57,7 +57,7 @@ from penstock.services.coordinator.api.live import (
 from penstock.services.coordinator.api.live.direct import Direct
 from penstock.services.coordinator.auth import KeyRing
 from penstock.services.coordinator.feedback.service import FeedbackService
-from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem, from_error
 from penstock.services.coordinator.services import Services
 from penstock.services.coordinator.serving.gateway import Gateway
 from penstock.shared.errors import PenstockError

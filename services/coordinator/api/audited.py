@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.guard import is_live
-from penstock.services.coordinator.api.http.replies import from_error
 from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
 from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import from_error
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.audit_log import AuditRecord
 from penstock.shared.protocol.bus_clock import bus_time

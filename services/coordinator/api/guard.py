@@ -11,10 +11,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.services.coordinator.api.dashboard import is_asset
 from penstock.services.coordinator.api.http.occupancy import LargeBody, Occupancy
 from penstock.services.coordinator.api.http.ratelimit import RateLimiter
-from penstock.services.coordinator.api.http.replies import from_error, problem_response
+from penstock.services.coordinator.api.http.replies import problem_response
 from penstock.services.coordinator.api.http.turns import Turns
 from penstock.services.coordinator.auth import ANONYMOUS, KeyRing
-from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.problems import HttpProblem, from_error
 from penstock.shared.errors import PenstockError
 from penstock.shared.runtime import metrics
 

@@ -10,8 +10,7 @@ from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.services.coordinator.feedback.ingest import Ingest, Stored
 from penstock.services.coordinator.feedback.items import Identity, derived_id, verdict_of
 from penstock.services.coordinator.feedback.privacy import Pseudonyms
-from penstock.services.coordinator.problems import HttpProblem
-from penstock.shared.errors import Conflict, NotFound, ProtocolError, Unavailable
+from penstock.shared.errors import Conflict, NotFound, ProtocolError, Refused, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, bare_id
@@ -51,7 +50,7 @@ class HeldFeedback:
         name = f"{verdict} {row['id']} {row['revision']}"
         who = Identity(derived_id(self._pseudonyms.digest, "", name, 0), caller.id, chosen=True)
         (result,) = await self._ingest.add([(verdict_of(verdict, row["id"], job, who), True)])
-        if isinstance(result, HttpProblem):
+        if isinstance(result, Refused):
             raise result
         if not isinstance(result, Stored):
             raise Unavailable(str(result))

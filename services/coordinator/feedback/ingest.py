@@ -21,8 +21,16 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.services.coordinator.problems import Flaw, HttpProblem
-from penstock.shared.errors import PenstockError, ProtocolError, StreamFull, Unavailable
+from penstock.shared.errors import (
+    Flaw,
+    Invalid,
+    PenstockError,
+    ProtocolError,
+    RateLimited,
+    StreamFull,
+    TooLarge,
+    Unavailable,
+)
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
 from penstock.shared.protocol.live.interaction import SENDERS_HEADER, Feedback, FeedbackBatch, senders_header
@@ -156,8 +164,9 @@ class Ingest:
     async def add(self, items: Sequence[tuple[Feedback, bool]]) -> list[Stored | PenstockError]:
         """Store items, each with a flag (sender chose its id); return ``Stored`` for each, or its refusal.
 
-        Returns once each one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem (422
-        the id has other content already, 413 too large). A sender that is faster than the projection waits.
+        Returns once each one is on disk or refused: StreamFull, Unavailable (it may be stored or not), Invalid (the id
+        has other content already), TooLarge, RateLimited (too much feedback of the job or key is undecided). A sender
+        that is faster than the projection waits.
         """
         if items and self._is_full(len(items), items[0][0]):
             await self._wait_for_room([item for item, _ in items])
@@ -310,7 +319,7 @@ class Ingest:
         try:
             await self._bus.publish_whole([message], deadline_s=ACK_S)
         except ProtocolError as error:
-            raise HttpProblem(413, "too_large", str(error)) from None
+            raise TooLarge("too_large", str(error)) from None
         newest = await self._bus.last(subjects.FEEDBACK, message.subject)
         return None, newest.seq if newest is not None else 0
 
@@ -326,9 +335,9 @@ class Ingest:
             earlier = known[entry.item.id]
             try:
                 compared = _compare(entry.item, earlier)
-            except HttpProblem as problem:
+            except Invalid as refusal:
                 self._forget(entry)
-                entry.done.set_exception(problem)
+                entry.done.set_exception(refusal)
                 continue
             if compared is None:
                 found.append(entry)
@@ -360,7 +369,7 @@ def _known(item: Feedback) -> Known:
 
 
 def _compare(item: Feedback, earlier: Known) -> Known | None:
-    """Return ``earlier`` if ``item`` repeats it, None if ``item`` replaces it. Raises HttpProblem: 422 otherwise.
+    """Return ``earlier`` if ``item`` repeats it, None if ``item`` replaces it. Raises Invalid otherwise.
 
     Only the key that posted an item can revise it. Retractions are equal whichever key sends them.
     """
@@ -372,7 +381,7 @@ def _compare(item: Feedback, earlier: Known) -> Known | None:
         return None
     else:
         detail = f"feedback '{item.id}' says something else already (revision {earlier.revision}): send a higher one"
-    raise HttpProblem(422, "feedback_id_reused", detail, errors=[Flaw(pointer="/feedback_id", detail=detail)])
+    raise Invalid("feedback_id_reused", detail, [Flaw(pointer="/feedback_id", detail=detail)])
 
 
 def _take(lane: _Lane) -> list[_Entry]:
@@ -390,11 +399,11 @@ def _take(lane: _Lane) -> list[_Entry]:
     return group
 
 
-def _flooded(job: str) -> HttpProblem:
+def _flooded(job: str) -> RateLimited:
     detail = (
         f"so much feedback of this key or of job '{job}' is undecided that others need the rest; wait for decisions"
     )
-    return HttpProblem(429, "job_backlog_full", detail, headers={"Retry-After": "5", "retry-after-ms": "5000"})
+    return RateLimited("job_backlog_full", detail, retry_after_s=5.0)
 
 
 def _seen(done: asyncio.Future[Stored]) -> None:

@@ -20,9 +20,9 @@ from penstock.services.coordinator.feedback.posts import (
     Preference,
     is_number,
 )
-from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.online.section import REWARD, MetricConfig
 from penstock.shared.data.redaction import Redactor
+from penstock.shared.errors import Flaw, Forbidden, Invalid
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.live.interaction import USER_TAG, Feedback
 
@@ -78,9 +78,9 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
     Call it in a thread if the job redacts texts, because that may take a while.
 
     Raises:
-        HttpProblem: 422 for a metric that the job does not declare, or an invalid value of it; in a job that redacts
-            texts, also for tokens, and for names with parts to redact. 403 for feedback without a weight from a key
-            with a weight limit.
+        Invalid: the job does not declare the metric, or the value is invalid; in a job that redacts texts, also tokens,
+            and names with parts to redact.
+        Forbidden: feedback without a weight from a key with a weight limit.
     """
     _refuse_weightless(post, who)
     tags = dict(post.tags)
@@ -185,7 +185,7 @@ def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | floa
 
 
 def _checked(name: str, value: Any, declared: MetricConfig, pointer: str) -> bool | float:
-    """Return a value that fits its metric's declaration. Raises HttpProblem: 422."""
+    """Return a value that fits its metric's declaration. Raises Invalid."""
     if declared.type == "boolean":
         if not isinstance(value, bool):
             raise _invalid(pointer, f"'{name}' is a boolean, found {_kind(value)}")
@@ -239,7 +239,7 @@ def _refuse_weightless(post: Posted, who: Identity) -> None:
         f"this API key counts at most {who.max_weight:g} (its max_weight), and {kind} has no weight: "
         "post values of metrics, or use a key without max_weight"
     )
-    raise HttpProblem(403, "limited_weight", detail, errors=[Flaw(pointer=pointer, detail=detail)])
+    raise Forbidden("limited_weight", detail, [Flaw(pointer=pointer, detail=detail)])
 
 
 def _check_rewards(post: PostedInteraction, job: LiveJob) -> None:
@@ -272,5 +272,5 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _invalid(pointer: str, detail: str) -> HttpProblem:
-    return HttpProblem(422, "invalid_feedback", detail, errors=[Flaw(pointer=pointer, detail=detail)])
+def _invalid(pointer: str, detail: str) -> Invalid:
+    return Invalid("invalid_feedback", detail, [Flaw(pointer=pointer, detail=detail)])

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.store import JobStore
-from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.online.section import RESERVED_METRICS, REWARD, MetricConfig, OnlineConfig
 from penstock.shared.data.redaction import Redactor
-from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
+from penstock.shared.errors import ConfigError, Flaw, Gone, Invalid, ProtocolError, Unavailable
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
 __all__ = ["LiveJob", "LiveJobs", "no_job"]
@@ -59,11 +58,11 @@ class _Other(NamedTuple):
     name: str
     kind: str
 
-    def refusal(self, pointer: str, target: str) -> HttpProblem:
-        """Build the error 422 that refuses feedback for this job; ``target`` is how the request named the job."""
+    def refusal(self, pointer: str, target: str) -> Invalid:
+        """Build the error that refuses feedback for this job; ``target`` is how the request named the job."""
         text = f"{target} job '{self.name}' ({self.id}), which is of kind {self.kind} and learns nothing from feedback"
         detail = f"{text}: only jobs of kind {ONLINE} do"
-        return HttpProblem(422, "not_online", detail, errors=[Flaw(pointer=pointer, detail=detail)])
+        return Invalid("not_online", detail, [Flaw(pointer=pointer, detail=detail)])
 
 
 class LiveJobs:
@@ -124,8 +123,8 @@ class LiveJobs:
         If no known job has this mark, return the only running online job.
 
         Raises:
-            HttpProblem: 410 the job has ended; 422 the job is of another kind, or no known job has this mark and not
-                exactly one online job runs.
+            Gone: the job has ended.
+            Invalid: the job is of another kind, or no known job has this mark and not exactly one online job runs.
         """
         mark = int(target[-MARK_DIGITS:], 16)
         if mark not in self._marks and mark not in self._others:
@@ -144,7 +143,8 @@ class LiveJobs:
         """Return the online job with this name or id, with or without `@VERSION`.
 
         Raises:
-            HttpProblem: 410 the job has ended, 422 there is none.
+            Gone: the job has ended.
+            Invalid: there is none.
         """
         name = model.partition("@")[0]
         job = self._named(name)
@@ -176,11 +176,11 @@ class LiveJobs:
 
 def _open(job: LiveJob) -> LiveJob:
     if job.finished:
-        raise HttpProblem(410, "job_finished", f"online job '{job.name}' ({job.id}) is over: it learns no more")
+        raise Gone("job_finished", f"online job '{job.name}' ({job.id}) is over: it learns no more")
     return job
 
 
-def no_job(pointer: str, detail: str) -> HttpProblem:
+def no_job(pointer: str, detail: str) -> Invalid:
     """Return the refusal of feedback whose job is unknown. Lists no job names, as they may belong to other users."""
     text = f"{detail}; GET /v1/models lists the models that this key reaches"
-    return HttpProblem(422, "no_such_target", text, errors=[Flaw(pointer=pointer, detail=text)])
+    return Invalid("no_such_target", text, [Flaw(pointer=pointer, detail=text)])

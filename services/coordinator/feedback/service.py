@@ -31,9 +31,20 @@ from penstock.services.coordinator.feedback.posts import Metric, PostedInteracti
 from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.payload import whole_of
-from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.services.coordinator.shares import FeedbackShares
-from penstock.shared.errors import Conflict, NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
+from penstock.shared.errors import (
+    Conflict,
+    Flaw,
+    Gone,
+    Invalid,
+    NotFound,
+    PenstockError,
+    ProtocolError,
+    Refused,
+    RetryLater,
+    StreamFull,
+    Unavailable,
+)
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.live.interaction import UNDECIDED, Feedback, Interaction, bare_id, marked_id, time_of_id
@@ -45,7 +56,6 @@ __all__ = ["FeedbackService"]
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-RETRY = {"Retry-After": "1", "retry-after-ms": "1000"}
 FOLDER = "feedback"
 PROMPT_S = 2.0
 """Time that a request for a deletion waits, so that its response can report a quick deletion as done (seconds)."""
@@ -117,24 +127,24 @@ class FeedbackService:
         is loaded."""
         return self.pseudonyms.of(user)
 
-    async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
+    async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | PenstockError]:
         """Store validated posts (``FeedbackPost``); return for each a ``FeedbackReply`` once on disk, or its refusal.
 
         ``key`` is the request's Idempotency-Key: a post without an id gets one from the key and its position, so that a
-        repeated request never has a second effect. If validation refused a post, ``posts`` has its problem in that
+        repeated request never has a second effect. If validation refused a post, ``posts`` has its error in that
         place, which is returned unchanged; so the other posts keep their positions.
         """
         prepared = [await self._prepare(post, caller, key, place) for place, post in enumerate(posts)]
         items = [
             (found[0], found[1])
             for post, found in zip(posts, prepared, strict=True)
-            if not isinstance(found, HttpProblem) and not _is_dry(post)
+            if not isinstance(found, PenstockError) and not _is_dry(post)
         ]
         stored = iter(await self.ingest.add(items))
         known = await self.index.targets([item.inference or item.episode for item, _ in items])
-        replies: list[Row | HttpProblem] = []
+        replies: list[Row | PenstockError] = []
         for post, found in zip(posts, prepared, strict=True):
-            if isinstance(found, HttpProblem):
+            if isinstance(found, PenstockError):
                 replies.append(found)
             elif _is_dry(post):
                 replies.append(_reply(found[0], None, known))
@@ -144,11 +154,10 @@ class FeedbackService:
         return replies
 
     async def _prepare(
-        self, post: Posted | HttpProblem, caller: Caller, key: str | None, place: int
-    ) -> tuple[Feedback, bool] | HttpProblem:
-        """Convert a post to ``(item, True if its sender chose its id)``, or return the problem that refuses the
-        post."""
-        if isinstance(post, HttpProblem):
+        self, post: Posted | PenstockError, caller: Caller, key: str | None, place: int
+    ) -> tuple[Feedback, bool] | PenstockError:
+        """Convert a post to ``(item, True if its sender chose its id)``, or return the error that refuses the post."""
+        if isinstance(post, PenstockError):
             return post
         try:
             if isinstance(post, PostedInteraction | PostedPreference):
@@ -165,15 +174,15 @@ class FeedbackService:
             self._refuse_erased(item)
             self._refuse_old(item, who.chosen)
             return item, who.chosen
-        except HttpProblem as problem:
-            return problem
+        except Refused as refusal:
+            return refusal
         except Unavailable as error:
             return _refusal(error)
 
     def _refuse_erased(self, item: Feedback) -> None:
         for id in (item.id, item.inference, item.body.get("rejected")):
             if id and id in self.index.erased:
-                raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
+                raise Gone("erased", f"'{id}' was deleted together with the data of its user")
 
     def _refuse_old(self, item: Feedback, chosen: bool) -> None:
         """Refuse an item if its chosen id or its target was created so long ago that a replica may have forgotten
@@ -189,7 +198,7 @@ class FeedbackService:
                     f"'{id}' was made more than {days:g} days ago, and what came before that is not known any more "
                     "(PENSTOCK_LIVE_KEEP_S): it may have been taken already"
                 )
-                raise HttpProblem(422, "beyond_horizon", detail, errors=[Flaw(pointer=pointer, detail=detail)])
+                raise Invalid("beyond_horizon", detail, [Flaw(pointer=pointer, detail=detail)])
 
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
         """Retract an item, and return a ``RetractReply``. Raises NotFound."""
@@ -384,7 +393,7 @@ def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest:
     return Identity(str(uuid6.uuid7()), caller.id, False, caller.max_weight)
 
 
-def _is_dry(post: Posted | HttpProblem) -> bool:
+def _is_dry(post: Posted | PenstockError) -> bool:
     return isinstance(post, Metric) and bool(post.dryrun)
 
 
@@ -401,13 +410,13 @@ def _reply(item: Feedback, stored: Stored | None, known: set[str]) -> Row:
     }
 
 
-def _refusal(error: PenstockError) -> HttpProblem:
-    """Return the problem that answers an error: 503 unless ``error`` is a problem already. After a 503 the sender may
-    send the item again with the same id."""
-    if isinstance(error, HttpProblem):
+def _refusal(error: PenstockError) -> Refused:
+    """Return the refusal of an item that was not stored because of ``error``: RetryLater unless ``error`` is a refusal
+    already. The sender may send the item again with the same id."""
+    if isinstance(error, Refused):
         return error
     code = "ingest_backlog_full" if isinstance(error, StreamFull) else "ingest_unavailable"
-    return HttpProblem(503, code, str(error), headers=RETRY)
+    return RetryLater(code, str(error))
 
 
 def _fresh(item: Feedback) -> Row:

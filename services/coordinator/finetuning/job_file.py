@@ -14,7 +14,6 @@ from pydantic import ValidationError
 
 from penstock.services.coordinator.finetuning.base import BaseModelFile
 from penstock.services.coordinator.finetuning.models import FineTuningRequest, Hyperparameters, Reinforcement
-from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.data import PromptConfig
 from penstock.shared.config.explain import explain
 from penstock.shared.config.jobs.job import JobConfig
@@ -23,7 +22,7 @@ from penstock.shared.config.rewards.scorers import GraderScorer
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.scorer_needs import ScorerNeeds
 from penstock.shared.data.template import Template
-from penstock.shared.errors import ConfigError, DataError
+from penstock.shared.errors import ConfigError, DataError, Flaw, Invalid
 
 __all__ = ["DataFile", "check_rows", "job_file"]
 
@@ -40,7 +39,7 @@ def check_rows(path: Path, parameter: str, prompt: PromptConfig, reward: RewardC
         parameter: the request's field that names the file.
 
     Raises:
-        HttpProblem: 422, with a pointer to each bad line.
+        Invalid: the file has bad lines; the error has a pointer to each of them.
     """
     checks: list[Check] = [_prompt_check(prompt), ScorerNeeds(reward, has_answer=prompt.answer is not None)]
     flaws: list[Flaw] = []
@@ -53,7 +52,7 @@ def check_rows(path: Path, parameter: str, prompt: PromptConfig, reward: RewardC
     if flaws:
         where = flaws[0].pointer.rpartition("/")[2]
         detail = f"{parameter}: line {where}: {flaws[0].detail}"
-        raise HttpProblem(422, "invalid_file", detail, errors=flaws)
+        raise Invalid("invalid_file", detail, flaws)
 
 
 def _problem(row: dict[str, Any], checks: list[Check]) -> str:
@@ -118,7 +117,7 @@ def job_file(
         scorer: returns a scorer for a grader; raises ConfigError.
 
     Raises:
-        HttpProblem: 422, with pointers into the request.
+        Invalid: the job cannot be made; the error has pointers into the request.
     """
     method = _reinforcement(wanted)
     given, group_size = method.hyperparameters, base.group_size
@@ -182,7 +181,7 @@ def _reward(base: BaseModelFile, scorer: GraderScorer) -> RewardConfig:
     scorer's deadline.
 
     Raises:
-        HttpProblem: 422, the resulting section is invalid.
+        Invalid: the resulting section is invalid.
     """
     given = {"timeout_s": 2 * scorer.deadline_s, **base.section("reward"), "scorers": [scorer]}
     try:
@@ -223,7 +222,7 @@ def _validated(raw: dict[str, Any]) -> JobConfig:
             Flaw(pointer=_pointer(key, detail), detail=f"{key}: {detail}") for key, detail in explain(JobConfig, error)
         ]
         detail = f"{flaws[0].pointer}: {flaws[0].detail}"
-        raise HttpProblem(422, "invalid_request", f"the job would not be valid: {detail}", errors=flaws) from None
+        raise Invalid("invalid_request", f"the job would not be valid: {detail}", flaws) from None
 
 
 def _pointer(key: str, detail: str) -> str:
@@ -236,5 +235,5 @@ def _pointer(key: str, detail: str) -> str:
     return "/model"
 
 
-def _flawed(pointer: str, detail: str, *, code: str = "invalid_request") -> HttpProblem:
-    return HttpProblem(422, code, f"{pointer}: {detail}", errors=[Flaw(pointer=pointer, detail=detail)])
+def _flawed(pointer: str, detail: str, *, code: str = "invalid_request") -> Invalid:
+    return Invalid(code, f"{pointer}: {detail}", [Flaw(pointer=pointer, detail=detail)])

@@ -23,13 +23,12 @@ from penstock.services.coordinator.graders import scorer_of
 from penstock.services.coordinator.jobs.events import JobEvents
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.origins import Origins
-from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.services.coordinator.submission import Submissions
 from penstock.services.coordinator.training.checkpoints import Checkpoints
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, NotFound
+from penstock.shared.errors import ConfigError, Flaw, Invalid, NotFound
 from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
 
 __all__ = ["FineTuningService"]
@@ -64,7 +63,7 @@ class FineTuningService:
         """Submit a fine-tuning request as a job, and return the job in OpenAI's format.
 
         Raises:
-            HttpProblem: 422, with pointers into the request, or to lines of its files.
+            Invalid: the error has pointers into the request, or to lines of its files.
             ConfigError: the job cannot run on this deployment.
         """
         try:
@@ -157,8 +156,8 @@ def _place(after: str | None) -> int | None:
     return None if after is None else int(after.rpartition("-")[2])
 
 
-def _refused(pointer: str, detail: str) -> HttpProblem:
-    return HttpProblem(422, "invalid_request", f"{pointer}: {detail}", errors=[Flaw(pointer=pointer, detail=detail)])
+def _refused(pointer: str, detail: str) -> Invalid:
+    return Invalid("invalid_request", f"{pointer}: {detail}", [Flaw(pointer=pointer, detail=detail)])
 
 
 def _shown_job(record: JobRecord) -> FineTuningJob:

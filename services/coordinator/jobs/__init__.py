@@ -1,4 +1,5 @@
 """Job records: the store, its index, events, retention and removal, and the registry of the workers that run the jobs.
 
-Every other folder of the coordinator uses this one, which imports none of them.
+`api/`, `feedback/`, `finetuning/`, `leader/`, `queries/` and `serving/` use it, and so do modules beside them. It
+imports nothing else of the coordinator.
 """

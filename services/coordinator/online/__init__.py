@@ -6,9 +6,9 @@ draws. The ledger records every decision: admissions, and interactions and feedb
 DECISIONS is derived from the ledger.
 
 Callers: ``service`` gives each leader of an online job a ``LiveSupply``, which the runner drives through the protocol
-``training.supply.Supply``; ``queries`` checks and replays admissions. Allowed imports: ``shared``, the coordinator's
-ledger, drafts and retries, and ``feedback`` for consent and deletions; never ``api`` or ``serving``. A module marked
-Pure reads neither the bus nor a clock.
+``training.supply.Supply``; ``queries`` checks and replays admissions. Allowed imports: ``shared``, ``training``,
+``payload``, ``leader`` for the rows of ``why``, and ``feedback`` for consent and deletions; never ``api`` or
+``serving``. A module marked Pure reads neither the bus nor a clock.
 
 The docstring of ``episode`` shows the life cycle of an episode, served or posted. A single posted interaction, a
 correction, a demonstration and a preference take the same path, each as one example.

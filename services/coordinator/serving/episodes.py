@@ -10,10 +10,9 @@ from datetime import timedelta
 
 from pydantic import ValidationError
 
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.serving.models import Served
 from penstock.services.coordinator.shares import EntryShares
-from penstock.shared.errors import Conflict, NotFound, Unavailable
+from penstock.shared.errors import Conflict, Gone, NotFound, QuotaUsed, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
@@ -66,7 +65,7 @@ class Episodes:
         """Open an episode; ``about``: split, group_id, user (a pseudonym) and tags.
 
         Raises:
-            HttpProblem: 507 the key has used up its share of the bucket.
+            QuotaUsed: the key has used up its share of the bucket.
         """
         now = bus_datetime()
         record = EpisodeRecord.model_validate(
@@ -80,7 +79,7 @@ class Episodes:
             detail = (
                 f"this key has opened so many episodes that others need what is left: they are kept for {KEEP_S:g} s"
             )
-            raise HttpProblem(507, "episode_quota", detail, headers={"x-should-retry": "false"})
+            raise QuotaUsed("episode_quota", detail)
         await self._kv.create(key, data, keep_s=ttl_s + KEEP_S)
         self._shares.put(key, key_id, len(data), self.remembered_until(record))
         return record
@@ -128,7 +127,7 @@ class Episodes:
         """Return the record of an active episode; None if no such episode of this job was opened.
 
         Raises:
-            HttpProblem: 410 the episode has ended or expired.
+            Gone: the episode has ended or expired.
         """
         marked = marked_id(id)
         if marked is None or marked[1] != job_mark(served.job):
@@ -142,7 +141,7 @@ class Episodes:
             self._known[key] = now + TRUST_S, record
         if record is not None and record.over:
             what = "has ended" if record.ended_at is not None else "has expired"
-            raise HttpProblem(410, "episode_over", f"episode '{id}' {what}: open another one")
+            raise Gone("episode_over", f"episode '{id}' {what}: open another one")
         return record
 
     async def _read(self, job: str, id: str) -> EpisodeRecord | None:

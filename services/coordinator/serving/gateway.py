@@ -13,7 +13,6 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.feedback.privacy import objection
 from penstock.services.coordinator.payload import whole_of
-from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.serving.answer import Answer, Ask
 from penstock.services.coordinator.serving.episodes import Episodes
 from penstock.services.coordinator.serving.handover import Notes
@@ -23,7 +22,16 @@ from penstock.services.coordinator.serving.retries import Retries, key_of
 from penstock.services.coordinator.serving.threads import KEEP_S, Threads
 from penstock.services.coordinator.training.canary import is_in_canary
 from penstock.shared import errors
-from penstock.shared.errors import NotFound, PenstockError, ProtocolError, Unavailable
+from penstock.shared.errors import (
+    Gone,
+    NotFound,
+    OutOfReach,
+    PenstockError,
+    ProtocolError,
+    RateLimited,
+    RetryLater,
+    Unavailable,
+)
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.live.episode import EpisodeRecord
@@ -110,7 +118,10 @@ class Gateway:
 
         Raises:
             ConfigError: the prompt cannot be rendered, or is too long.
-            HttpProblem: 429 all workers are full, 503 no worker accepts the request, 410 the episode has ended.
+            RateLimited: all workers are full.
+            RetryLater: no worker accepts the request.
+            Gone: the episode has ended.
+            OutOfReach: the episode belongs to another key.
         """
         key = key_of(ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
         if ask.retries:
@@ -166,14 +177,15 @@ class Gateway:
         """Return an answer without chunks, for the request that workers will get.
 
         Raises:
-            HttpProblem: 410 the episode has ended, 404 it belongs to another key.
+            Gone: the episode has ended.
+            OutOfReach: the episode belongs to another key.
         """
         record = await self.episodes.opened(ask.served, ask.episode)
         if record is None and ask.only_opened:  # its record, and so its split, are unknown
-            raise HttpProblem(410, "episode_over", f"episode '{ask.episode}' is not known any more: open another one")
+            raise Gone("episode_over", f"episode '{ask.episode}' is not known any more: open another one")
         job, draft = ask.served.job, ask.draft
         if record is not None and record.key_id != draft.key_id and not ask.any_owner:
-            raise HttpProblem(404, "not_found", f"no running job has an episode '{ask.episode}'")
+            raise OutOfReach("not_found", f"no running job has an episode '{ask.episode}'")
         tags = _tags(record)
         if record is not None and not record.user:  # opened by an earlier version, which stored the plain name
             tags = named_tags(tags, self._pseudonym)
@@ -208,7 +220,8 @@ class Gateway:
         """Dispatch the request and return the answer once a worker has accepted it.
 
         Raises:
-            HttpProblem: no worker accepts it within the job's ``hold_s``.
+            RateLimited: all workers are full until the end of the job's ``hold_s``.
+            RetryLater: no worker accepts it within ``hold_s``.
             PenstockError: the request cannot be served.
         """
         served, clock = answer.served, asyncio.get_running_loop().time
@@ -405,11 +418,11 @@ def _canary_of(served: Served, conversation: str) -> int:
     return version if is_in_canary(served.job, version, share, conversation) else -1
 
 
-def _full(served: Served) -> HttpProblem:
+def _full(served: Served) -> RateLimited:
     text = f"model '{served.name}' has as many requests as it can take; come back in a moment"
-    return HttpProblem(429, "capacity", text, headers={"Retry-After": "1", "retry-after-ms": "500"})
+    return RateLimited("capacity", text, retry_after_s=0.5)
 
 
-def _no_worker(served: Served, why: Unavailable) -> HttpProblem:
+def _no_worker(served: Served, why: Unavailable) -> RetryLater:
     text = f"no rollout worker serves model '{served.name}' within {served.hold_s:g} s: {why}"
-    return HttpProblem(503, "no_worker", text, headers={"Retry-After": "1", "retry-after-ms": "1000"})
+    return RetryLater("no_worker", text)

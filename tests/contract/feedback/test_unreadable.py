@@ -6,6 +6,7 @@ A message that becomes readable later counts once its dead letter is requeued.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -25,6 +26,7 @@ from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.supply import LiveDeadLetter
 from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.errors import Fenced
 from penstock.shared.protocol import codec, subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, encode_events
@@ -54,26 +56,39 @@ class OlderBatch(msgspec.Struct):
 
 @asynccontextmanager
 async def led(live: Any, epoch: int, data_dir: Path) -> AsyncIterator[None]:
-    """Lead the job of ``live``; leaving the block kills the leader."""
+    """Lead the job of ``live``; leaving the block kills the leader. A failure of the leader fails the test."""
     record = await live.store.get(live.job)
-    supply = LiveSupply(live.bus, live.job, OnlineJob.parse(record.spec), epoch=epoch)
-    runner = JobRunner(
-        live.bus, JobStore(live.bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply
-    )  # fmt: skip
-    leading = asyncio.create_task(runner.lead())
 
-    async def follow() -> None:
+    async def follow(runner: JobRunner) -> None:
         while True:
             runner.update_record(await live.store.get(live.job))
             await asyncio.sleep(0.05)
 
-    following = asyncio.create_task(follow())
+    async def lead() -> None:
+        supply = LiveSupply(live.bus, live.job, OnlineJob.parse(record.spec), epoch=epoch)
+        runner = JobRunner(
+            live.bus, JobStore(live.bus), Members(), record, epoch=epoch, data_dir=data_dir, supply=supply
+        )  # fmt: skip
+        following = asyncio.create_task(follow(runner))
+        try:
+            await runner.lead()
+        finally:
+            following.cancel()
+
+    async def lead_again() -> None:
+        """Lead like a coordinator, which begins anew if an entry of the killed leader was still in flight."""
+        while True:
+            with contextlib.suppress(Fenced):
+                await lead()
+                return
+
+    leading = asyncio.create_task(lead_again())
     try:
         yield
     finally:
-        for task in (leading, following):
-            task.cancel()
-        await asyncio.gather(leading, following, return_exceptions=True)
+        leading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leading
 
 
 @pytest.fixture

@@ -10,19 +10,8 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.problems import Flaw, HttpProblem
-from penstock.shared.errors import (
-    ConfigError,
-    Conflict,
-    DataError,
-    DeadlineError,
-    Fenced,
-    NotFound,
-    PenstockError,
-    StreamFull,
-    Unavailable,
-)
 
-__all__ = ["Json", "Problem", "from_error", "problem_body", "problem_response"]
+__all__ = ["Json", "Problem", "problem_body", "problem_response"]
 
 
 class ErrorObject(BaseModel):
@@ -61,29 +50,6 @@ class Json(Response):
         if isinstance(content, BaseModel):
             content = content.model_dump(mode="json")
         return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
-
-
-_KINDS: tuple[tuple[type[PenstockError], int, str], ...] = (
-    (NotFound, 404, "not_found"),
-    (Conflict, 409, "conflict"),
-    (ConfigError, 422, "invalid_job"),
-    (DataError, 422, "invalid_data"),
-    (StreamFull, 503, "backlog_full"),
-    (Unavailable, 503, "unavailable"),
-    (Fenced, 503, "not_leader"),
-    (DeadlineError, 504, "timeout"),
-)
-
-
-def from_error(error: PenstockError) -> HttpProblem:
-    """Return the HTTP problem for an error; an error class that is not in ``_KINDS`` becomes a 500 with the text."""
-    if isinstance(error, HttpProblem):
-        return error
-    for kind, status, code in _KINDS:
-        if isinstance(error, kind):
-            headers = {"Retry-After": "1"} if status == 503 else {}
-            return HttpProblem(status, code, str(error), headers=headers)
-    return HttpProblem(500, "internal", f"{type(error).__name__}: {error}")
 
 
 def problem_body(problem: HttpProblem, instance: str) -> Problem:

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from penstock.services.coordinator.api.http.replies import from_error
+from penstock.services.coordinator.problems import from_error
 from penstock.shared.errors import PenstockError
 
 __all__ = ["CONTENT", "END", "HEADERS", "PING", "PING_S", "RETRY", "event_stream", "failure", "frame"]

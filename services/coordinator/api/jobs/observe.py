@@ -20,7 +20,7 @@ from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
 from penstock.services.coordinator.api.feeds import POLL_S
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.open_file import byte_range
-from penstock.services.coordinator.api.http.replies import Json, from_error
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.http.sse import CONTENT, HEADERS, event_stream, frame
 from penstock.services.coordinator.api.schemas import (
     Audit,
@@ -33,7 +33,7 @@ from penstock.services.coordinator.api.schemas import (
 )
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.auth import Caller
-from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem, from_error
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.cloudevents import CLOUD_EVENT, cloud_event

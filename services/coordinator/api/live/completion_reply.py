@@ -10,10 +10,10 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.services.coordinator.api.http.replies import from_error, problem_response
+from penstock.services.coordinator.api.http.replies import problem_response
 from penstock.services.coordinator.api.http.sse import HEADERS
 from penstock.services.coordinator.api.live.completion_format import Format
-from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem, from_error
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.coordinator.serving.gateway import Gateway
 from penstock.shared.errors import ConfigError, ConstraintError, PenstockError, ProtocolError

@@ -17,8 +17,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.services.coordinator.api.access import Backend
-from penstock.services.coordinator.api.http.replies import from_error, problem_response
+from penstock.services.coordinator.api.http.replies import problem_response
 from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
+from penstock.services.coordinator.problems import from_error
 from penstock.shared.errors import PenstockError
 
 __all__ = ["Direct", "posts_of"]

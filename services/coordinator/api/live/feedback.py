@@ -34,7 +34,8 @@ from penstock.services.coordinator.feedback.posts import (
     FeedbackBody,
 )
 from penstock.services.coordinator.feedback.service import FeedbackService
-from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.problems import HttpProblem, from_error
+from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.live.interaction import bare_id
 
 __all__ = ["DIRECT", "router"]
@@ -75,7 +76,7 @@ async def post_feedback(request: Request, caller: Judge, backend: BackendDep) ->
     service = _service(backend)
     await check_own_episode(caller, [post], service)
     await check_user(backend.limiter, caller, post.named_user, service.pseudonym)
-    found = once((await service.post([post], caller=caller, key=_key(request)))[0], caller)
+    found = once(_answer((await service.post([post], caller=caller, key=_key(request)))[0]), caller)
     if isinstance(found, HttpProblem):
         raise found
     return Json(found, 202 if found["status"] == "accepted" else 200)
@@ -95,7 +96,7 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
     await check_own_episode(caller, posts, service)
     refusals = await over_limit(backend.limiter, caller, [post.named_user for post in posts], service.pseudonym)
     admitted = [refusal or post for post, refusal in zip(posts, refusals, strict=True)]
-    answers = iter(await service.post(admitted, caller=caller, key=_key(request)))
+    answers = map(_answer, await service.post(admitted, caller=caller, key=_key(request)))
     found = [post if isinstance(post, HttpProblem) else next(answers) for post in read]
     unstored = [answer for answer in found if isinstance(answer, HttpProblem) and answer.status in LATER]
     if len(unstored) == len(found):
@@ -171,6 +172,10 @@ def _missing(feedback: str) -> str:
 def _key(request: Request) -> str | None:
     header = request.headers.get("idempotency-key")
     return token_of(header) if header is not None else None
+
+
+def _answer(found: dict[str, Any] | PenstockError) -> dict[str, Any] | HttpProblem:
+    return from_error(found) if isinstance(found, PenstockError) else found
 
 
 def _row(index: int, answer: dict[str, Any] | HttpProblem, path: str) -> dict[str, Any]:
