@@ -3,13 +3,18 @@
     python benchmarks/weight_transports.py [--mb 100 500 2000] [--versions 5] [--out transports.json]
 
 A trainer publishes versions; receivers in other processes stage and verify them. `blocked` is how long the trainer is
-held up by the publication, `staged` the time from there on until every receiver has the version. shm: a receiver on the
+held up by the publication, `staged` the time from there on until every receiver has the version, `in all` the time from
+the beginning of the publication until then. shm: a receiver on the
 trainer's host. tcp, gloo: one on another host, over the loopback address; "tcp, 3 receivers": three on one other host,
 which share one transfer. disk: through files. cuda_ipc, only where there is a GPU and cupy: a receiver on the trainer's
 GPU, whose `staging` is compared with a copy of the weights within the GPU; this part has not run yet. The raw socket
 sends as many bytes to another process over the loopback address, and is answered when all are there.
 
-Goals: the trainer's wait, the share of the raw socket, and, for tcp, one transfer of each version to each host.
+A version is counted in memory copies from the beginning of its publication. The raw socket has no publication: `of raw
+socket` compares it with `staged`.
+
+Goals: for shm, the trainer's wait and the copies in all; the share of the raw socket; for tcp, one transfer of each
+version to each host.
 """
 
 from __future__ import annotations
@@ -44,8 +49,9 @@ PIECE_MB = 50
 WARM_UP = 2
 """First versions, whose memory is mapped anew; left out of the medians."""
 DEADLINE_S = 300.0
-BLOCKED_GOAL, TCP_GOAL, GLOO_GOAL, CUDA_IPC_GOAL = 1.5, 0.5, 0.4, 0.8
-"""Times a memory copy; shares of the bytes per second of the raw socket, and of a copy within a GPU."""
+BLOCKED_GOAL, SHM_GOAL, TCP_GOAL, GLOO_GOAL, CUDA_IPC_GOAL = 1.5, 2.0, 0.5, 0.4, 0.8
+"""Times a memory copy, blocked and in all; shares of the bytes per second of the raw socket, and of a copy within a
+GPU."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -208,8 +214,8 @@ def add(report: Report, megabytes: int, versions: int, parent: Path) -> None:
     weights = {f"w{number}": torch.zeros(megabytes * 1_000_000 // pieces // 4) for number in range(pieces)}
     copy_s, raw_s = baselines(megabytes * 1_000_000, versions)
     results: dict[str, Any] = {"memcpy_s": copy_s, "raw_socket_s": raw_s}
-    report.row(f"{megabytes} MB: one memory copy", "", f"{copy_s * 1e3:.0f}", "1.00", f"{raw_s / copy_s:.2f}")
-    report.row(f"{megabytes} MB: raw socket", "", f"{raw_s * 1e3:.0f}", f"{raw_s / copy_s:.2f}", "1.00")
+    report.row(f"{megabytes} MB: one memory copy", "", "", f"{copy_s * 1e3:.0f}", "1.00", f"{raw_s / copy_s:.2f}")
+    report.row(f"{megabytes} MB: raw socket", "", "", f"{raw_s * 1e3:.0f}", f"{raw_s / copy_s:.2f}", "1.00")
     for way in WAYS:
         if way.transport == "cuda_ipc":
             if not has_gpu():
@@ -217,14 +223,17 @@ def add(report: Report, megabytes: int, versions: int, parent: Path) -> None:
             weights = {name: tensor.to("cuda") for name, tensor in weights.items()}
         rows = results[way.name] = measure(way, weights, versions, parent)
         blocked, staged = (median(row[key] for row in rows) for key in ("blocked", "staged"))
+        in_all = median(row["blocked"] + row["staged"] for row in rows)
         share = raw_s / staged
         report.row(
-            f"{megabytes} MB: {way.name}", f"{blocked * 1e3:.0f}", f"{staged * 1e3:.0f}", f"{staged / copy_s:.2f}",
-            f"{share:.2f}",
+            f"{megabytes} MB: {way.name}", f"{blocked * 1e3:.0f}", f"{staged * 1e3:.0f}", f"{in_all * 1e3:.0f}",
+            f"{in_all / copy_s:.2f}", f"{share:.2f}",
         )  # fmt: skip
         if way.transport == "shm":
             text = f"{megabytes} MB, {way.name}: trainer blocked for {blocked / copy_s:.2f} copies"
             report.check(f"{text}, goal {BLOCKED_GOAL}", blocked <= BLOCKED_GOAL * copy_s)
+            text = f"{megabytes} MB, {way.name}: staged {in_all / copy_s:.2f} copies after the publication began"
+            report.check(f"{text}, goal {SHM_GOAL:g}", in_all <= SHM_GOAL * copy_s)
         if way.transport == "tcp":
             most, least = (choose(row["transfers"] for row in rows) for choose in (max, min))
             text = f"{megabytes} MB, {way.name}: {least:g} to {most:g} transfers of a version to the host"
@@ -251,7 +260,7 @@ def main() -> int:
     torch.set_num_threads(1)
     report = Report(
         "Transports of weights, float32, processes of one machine",
-        ["", "blocked ms", "staged ms", "x memcpy", "of raw socket"],
+        ["", "blocked ms", "staged ms", "in all ms", "x memcpy", "of raw socket"],
     )
     for megabytes in args.mb:
         add(report, megabytes, args.versions, args.shm_dir)

@@ -4,9 +4,10 @@
 
 A trainer and an embedded engine in two processes: the real bus, publisher, receiver and engine, a real model. The first
 half of the versions meets an idle engine, the second one that decodes four sequences all the time. `published` is how
-long the trainer is blocked, `serving` the time from there on until the engine serves the new weights, `pause` how long
-the decoding thread stands still for the swap, `gap` the longest time between two tokens of a sequence meanwhile: one
-step, slowed down by the copy beside it, and after the swap the old tokens once more under the new weights.
+long the trainer is blocked, `serving` the time from the beginning of the publication until the engine serves the new
+weights, `pause` how long the decoding thread stands still for the swap, `gap` the longest time between two tokens of a
+sequence meanwhile: one step, slowed down by the copy beside it, and after the swap the old tokens once more under the
+new weights.
 """
 
 from __future__ import annotations

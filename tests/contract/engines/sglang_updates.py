@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from penstock.shared.errors import Unavailable, WeightsError
 from penstock.shared.protocol.generation import Token, WeightInfo
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.weights import layout_of, open_publisher
+from tests.processes import is_alive
 
 CHECK = "penstock.services.rollout.engines.adapter.check_layout"
 LONG = tuple(5 + i % 40 for i in range(200))
@@ -188,7 +190,58 @@ async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(b
     assert (await again.generate(request)).samples[0].token_ids == sample.token_ids
 
 
+WORKER = """
+import asyncio, os, sys
+from pathlib import Path
+from penstock.services.rollout.engines.adapter import ModelFiles
+from penstock.services.rollout.engines.sglang.engine import SglangEngine
+from penstock.shared.config.rollout import SglangConfig
+from penstock.shared.config.service import ServiceSettings
+
+async def main(url, model, shm, device):
+    files = ModelFiles(path=Path(model), tokenizer=Path(model), dtype="float32", vocab_size=54, max_length=512,
+                       device=device)
+    settings = ServiceSettings(shm_dir=Path(shm), data_dir=Path(shm), worker_id="killed", sglang_url=url)
+    engine = SglangEngine(files, SglangConfig(), settings, max_running=8, stop_ids=[], detokenize=str)
+    await engine.start()
+    await engine.pause("keep")
+    print("paused", engine._lease.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_worker_that_is_killed_in_a_pause_leaves_a_server_that_goes_on(
+    bench: Any, joined: Any, settings: Any
+) -> None:
+    placed = joined()
+    url, model = placed._settings.sglang_url, placed.model
+    server = EngineServer("SGLang", url)
+    command = (sys.executable, "-c", WORKER, url, str(model.path), str(settings.shm_dir), model.device)
+    worker = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert worker.stdout is not None
+    async with asyncio.timeout(120):
+        said = (await worker.stdout.readline()).split()
+    assert said[:1] == [b"paused"]
+    body = {"rid": "other", "input_ids": list(bench.prompt), "sampling_params": {"max_new_tokens": 1}}
+    other = asyncio.create_task(server.post("/generate", body, "answer another client"))
+    done, _ = await asyncio.wait({other}, timeout=0.5)
+    assert not done, "the server is paused while its worker lives"
+    worker.kill()
+    await worker.wait()
+    async with asyncio.timeout(30):
+        assert (await other)["meta_info"]["completion_tokens"] == 1
+        while is_alive(int(said[1])):
+            await asyncio.sleep(0.05)
+    await placed.start()
+    sample = (await placed.generate(bench.ask("follower", max_new_tokens=40))).samples[0]
+    assert (len(sample.token_ids), bench.error(sample) < 1e-4) == (40, True)
+    await server.close()
+
+
 async def test_a_server_whose_worker_was_killed_goes_on_once_another_joins(bench: Any, joined: Any) -> None:
+    """Show what happens if the watchdog ends with the worker, for instance because their container was killed."""
     killed = joined()
     await killed.start()
     server = EngineServer("SGLang", killed._server.url)

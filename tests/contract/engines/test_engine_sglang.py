@@ -31,6 +31,7 @@ NAMES = ("reference_updates.py::test_a_load_that_fails_makes_the_engine_dirty_un
 """A test with an unknown name, which SGLang ignores. A load that fails ends its server: see ``sglang_updates.py``."""
 OWN = (
     "sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",
+    "sglang_updates.py::test_a_worker_that_is_killed_in_a_pause_leaves_a_server_that_goes_on",
     "sglang_updates.py::test_a_server_whose_worker_was_killed_goes_on_once_another_joins",
 )
 """Tests that start a second server, for which a GPU may have no room."""

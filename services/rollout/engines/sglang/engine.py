@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.services.rollout.engines.servers.adapter import ServerAdapter
 from penstock.services.rollout.engines.servers.client import EngineServer
+from penstock.services.rollout.engines.servers.pause_lease import PauseLease
 from penstock.services.rollout.engines.sglang.calls import Stream, generate_body, read_scores, score_body
 from penstock.services.rollout.engines.sglang.files import VersionFiles
 from penstock.shared.config.rollout import SglangConfig
@@ -40,6 +41,8 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
     _files: VersionFiles | None = None
     _folder: Path | None = None
     """Directory of the fetched version."""
+    _lease: PauseLease | None = None
+    """Continues the server at ``sglang_url`` if this process dies while it is paused."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -55,6 +58,7 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         self._files = await asyncio.to_thread(VersionFiles, self._settings, self.model.path)
         if url:
             self._server = EngineServer(self.title, url)
+            self._lease = PauseLease(f"{self._server.url}/continue_generation", [self._files.claim])
         elif python is not None:
             self._server = await EngineServer.start(self.title, python, self._words(), self._variables())
         else:
@@ -123,7 +127,10 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
             if not server.is_own and self._halted:
                 with contextlib.suppress(PenstockError):  # the server may have ended
                     await server.post("/continue_generation", {}, "go on")
+                    self._free_lease()
             await server.close()
+        if self._lease is not None:
+            await asyncio.to_thread(self._lease.close)
         if self._files is not None:
             await asyncio.to_thread(self._files.close)
 
@@ -149,7 +156,15 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         return read_scores(await self._post("/generate", body, "score a text"), token_ids, top_logprobs)
 
     async def _pause(self, *, clear_cache: bool) -> None:
-        """Pause SGLang and retract its running requests; this drops all caches, even without ``clear_cache``."""
+        """Pause SGLang and retract its running requests; this drops all caches, even without ``clear_cache``.
+
+        A pause of SGLang has no time limit, so a server that outlives this process gets a watchdog first.
+        """
+        if self._lease is not None:
+            try:
+                await asyncio.to_thread(self._lease.hold)
+            except OSError as error:
+                raise Unavailable(f"{self.title} is not paused, because its watchdog does not start: {error}") from None
         await self._post("/pause_generation", {"mode": "retract"}, "pause")
 
     async def _echo(self) -> None:
@@ -159,6 +174,12 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
 
     async def _go(self) -> None:
         await self._post("/continue_generation", {}, "go on")
+        self._free_lease()
+
+    def _free_lease(self) -> None:
+        if self._lease is not None:
+            with contextlib.suppress(OSError):  # the watchdog was killed; the next pause starts another one
+                self._lease.free()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,11 @@ class VersionFiles:
         self._folder.mkdir(exist_ok=True)  # the sweep of another worker may have removed it before it was locked
         self._count = 0
 
+    @property
+    def claim(self) -> int:
+        """Return the descriptor of the lock on the server at ``sglang_url``; -1 without URL."""
+        return self._claim
+
     def _sweep(self) -> None:
         """Remove directories of dead workers, recognized by their released locks."""
         for folder in self._settings.shm_dir.glob(f"{_PREFIX}*"):
