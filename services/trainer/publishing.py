@@ -63,9 +63,7 @@ class Publishing:
     async def announce(self, manifest: WeightManifest) -> None:
         """Announce a version to the engines. Raises Fenced if a later trainer has announced one."""
         if self._base_manifest is not None:
-            key, base = subjects.base_manifest(self._job), self._base_manifest
-            data = pack(base, job=self._job, id=key, epoch=base.epoch)
-            await self._bus.kv(subjects.MANIFESTS).put(key, data, deadline_s=30)
+            await self._put(subjects.base_manifest(self._job), self._base_manifest)
             self._base_manifest = None
         await self._put(subjects.candidate_manifest(self._job) if self._gated else self._job, manifest)
 
@@ -78,7 +76,8 @@ class Publishing:
         if manifest is None or not await self.stands(manifest):
             return
         before = dict(self._written)
-        await asyncio.to_thread(self._complete)
+        keep = await self._known(self._job) if self._gated else None  # another version may be served by now
+        await asyncio.to_thread(self._complete, keep)
         if self._written != before:
             await self.announce(self._written[self._job])
 
@@ -187,12 +186,12 @@ class Publishing:
         self._written[self._job] = msgspec.structs.replace(manifest, base=learner.base_digest)
         return self._written[self._job]
 
-    def _complete(self) -> None:
-        """Write what transports lack, in a thread, and add it to the last manifests."""
+    def _complete(self, keep: WeightManifest | None) -> None:
+        """Write what transports lack, in a thread, and add it to the last manifests. The version ``keep`` stays."""
         base = subjects.base_manifest(self._job)
         with self._writing:
-            for key, publisher in ((base, self._base_publisher), (self._job, self._publisher)):
-                if self._closed or publisher is None or not (refs := publisher.complete()):
+            for key, publisher, kept in ((base, self._base_publisher, None), (self._job, self._publisher, keep)):
+                if self._closed or publisher is None or not (refs := publisher.complete(kept)):
                     continue
                 manifest = self._written[key]
                 self._written[key] = msgspec.structs.replace(manifest, refs=manifest.refs + refs)

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from penstock.shared.errors import UnreadableWeights, WeightsError
+from penstock.shared.errors import NotFound, UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import check_layout
@@ -204,7 +204,7 @@ class CollectivePublisher:
                     size = len(self._members) + 1
                     self._group = _Group(self._kind, prefix, 0, size, address=self._host)
                 self._group.broadcast(data)
-        except (RuntimeError, WeightsError) as error:
+        except (RuntimeError, NotFound, WeightsError) as error:
             logger.warning("the broadcast of weights to %s broke: %s", ", ".join(self._members), _line(error))
             self._rests_until = time.monotonic() + AGAIN_S
             self._end_group()

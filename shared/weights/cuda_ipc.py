@@ -192,10 +192,11 @@ class CudaIpcPublisher:
             return ""
 
     def _free_slot(self, epoch: int) -> Segment | None:
-        """Return a locked slot with memory; None if receivers hold all slots or the device has no room."""
+        """Return a locked slot with memory; None if receivers hold all slots, or a further one or its memory has no
+        room."""
         try:
             slot = self._pool.acquire(epoch=epoch, timeout_s=ROOM_S)
-        except DeadlineError as error:
+        except (DeadlineError, Unavailable) as error:
             logger.warning("weights do not go by cuda_ipc: %s", error)
             return None
         try:
@@ -288,8 +289,10 @@ class CudaIpcReceiver:
         """Lock the slot, compare its header with the manifest, copy it, and return the copy with a verified digest.
 
         Raises:
-            WeightsError: the slot has another version by now or damaged bytes, its publisher ended, or this device
-                cannot read it. The lock is released.
+            WeightsError: the slot has another version by now or damaged bytes, its publisher ended, or the copy
+                failed. The lock is released.
+            UnreadableWeights: this device cannot read that of the slot, this user may not open the publisher's files,
+                or the engine has another model.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -304,8 +307,10 @@ class CudaIpcReceiver:
             try:
                 mapped = self._publisher(manifest.job, handle.owner)
                 slot = LockedFile.open(self._directory / handle.slot)
-            except (NotFound, Unavailable) as error:
+            except NotFound as error:
                 raise WeightsError(f"{what}: {error}") from None
+            except Unavailable as error:
+                raise UnreadableWeights(f"{what}: {error}") from None
             try:
                 if not slot.try_shared():
                     raise WeightsError(f"{what} is being written")

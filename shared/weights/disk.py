@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
@@ -71,14 +72,16 @@ class DiskPublisher:
         try:
             digest = fill(buffer, self._layout, tensors)
             path = self._directory / _name(version, epoch)
+            metadata = {"job": self._job, "version": str(version), "epoch": str(epoch)}
             try:
                 self._remove_unfinished(epoch)  # first: they may be what fills the file system
-                _write(path, buffer, self._layout, {"job": self._job, "version": str(version), "epoch": str(epoch)})
+                _write(path, buffer, self._layout, metadata)
                 ref = SlotRef("disk", self._host, f"{self._directory.name}/{path.name}", path.stat().st_size)
                 self._forget_old(keep)
             except OSError as error:
                 raise WeightsError(
-                    f"cannot write version {version} to {self._directory} (PENSTOCK_WEIGHT_DISK): {error}"
+                    f"cannot write version {version} to {self._directory} (PENSTOCK_WEIGHT_DISK): "
+                    f"{_reason(error, self._directory, _file_bytes(self._layout, metadata))}"
                 ) from None
         finally:
             self._pool.give(buffer)
@@ -231,6 +234,22 @@ def _read(path: Path, buffer: NDArray[np.uint8], layout: Layout) -> None:
             after = spec.offset + spec.nbytes
             _take(file, buffer[spec.offset : after])
             buffer[after : after + -after % ALIGN] = 0
+
+
+def _file_bytes(layout: Layout, metadata: dict[str, str]) -> int:
+    """Return the size of the file that ``_write`` writes."""
+    return len(_header(layout, metadata)) + sum(spec.nbytes for spec in layout.tensors)
+
+
+def _reason(error: OSError, directory: Path, nbytes: int) -> str:
+    """Return the text of an error of writing a file of ``nbytes`` bytes; for a lack of room, with the free bytes."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return str(error)
+    free = ""
+    with contextlib.suppress(OSError):
+        stat = os.statvfs(directory)
+        free = f", and {stat.f_bavail * stat.f_frsize} are free"  # not counting a quota
+    return f"{error.strerror}: the file needs {nbytes} bytes{free}; make room there"
 
 
 def _is_elsewhere(error: Exception, path: Path) -> bool:

@@ -45,8 +45,8 @@ class Publisher:
         behind: Publisher | None = None,
     ) -> None:
         self._publishers, self.devices, self._slots, self._behind = publishers, devices, slots, behind
-        self._incomplete: tuple[WeightManifest, WeightManifest | None] | None = None
-        """Last version and its ``keep`` while only the first transport has it."""
+        self._incomplete: WeightManifest | None = None
+        """Last version while only the first transport has it."""
         self._problem = ""
 
     def publish(
@@ -62,19 +62,20 @@ class Publisher:
         manifest = self._publishers[0].publish(tensors, version=version, epoch=epoch, keep=keep)
         if self._slots is None:
             return manifest
-        self._incomplete = manifest, keep
-        return msgspec.structs.replace(manifest, refs=manifest.refs + self.complete())
+        self._incomplete = manifest
+        return msgspec.structs.replace(manifest, refs=manifest.refs + self.complete(keep))
 
-    def complete(self) -> tuple[SlotRef, ...]:
+    def complete(self, keep: WeightManifest | None = None) -> tuple[SlotRef, ...]:
         """Publish the last version by the transports that have failed so far; return the new references.
 
+        The version in the manifest ``keep`` stays available: the one that is served now, not when the transport failed.
         If one fails again, log and keep the reason (``problem``) and return ().
         """
         if self._behind is not None:
-            return self._behind.complete()
+            return self._behind.complete(keep)
         if self._incomplete is None or self._slots is None:
             return ()
-        (manifest, keep), others = self._incomplete, self._publishers[1:]
+        manifest, others = self._incomplete, self._publishers[1:]
         version, epoch = manifest.version, manifest.epoch
         try:
             staged = self._slots.stage(manifest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from penstock.shared.weights.slot_header import SlotHeader, read_slot, sequence_
 from penstock.shared.weights.slots import SlotPool, is_slot_name
 
 __all__ = ["ShmPublisher", "ShmReceiver", "ShmStaged"]
+
+logger = logging.getLogger(__name__)
 
 
 class ShmPublisher:
@@ -125,17 +128,36 @@ class ShmPublisher:
         """Lock slot ``name`` and yield its content for the server; unlock it when the transfer ends.
 
         Raises:
-            NotFound: the job has no such slot, or ``generation`` is no longer its sequence.
+            NotFound: the job has no such slot, it cannot be read, or ``generation`` is no longer its sequence.
         """
         if not is_slot_name(self._job, name):
             raise NotFound(f"'{name}' is not a slot of job '{self._job}'")
+        try:
+            file = self._current(name, generation)
+        except (Unavailable, WeightsError) as error:  # the reason is only known here: other hosts learn that it is gone
+            logger.warning("slot '%s' of job '%s' cannot be served to other hosts: %s", name, self._job, error)
+            raise NotFound(f"slot '{name}' cannot be read") from None
+        try:
+            yield ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes, self._pool.data_of(file))
+        finally:
+            file.close()
+
+    def _current(self, name: str, generation: int) -> LockedFile:
+        """Open and lock a slot whose sequence is ``generation``, and return it.
+
+        Raises:
+            NotFound: there is no such slot, or it has another sequence by now.
+            Unavailable: the file cannot be opened.
+            WeightsError: the file is not a slot.
+        """
         file = LockedFile.open(self._directory / name)
         try:
             if not file.try_shared() or read_slot(file).sequence != generation:
                 raise NotFound(f"slot '{name}' was written anew")
-            yield ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes, self._pool.data_of(file))
-        finally:
+        except BaseException:
             file.close()
+            raise
+        return file
 
 
 # Only ``release`` or the end of the process may drop a lock: tensors can outlive the ``ShmStaged`` they came from.

@@ -160,3 +160,16 @@ def test_nccl_sends_what_gloo_sends() -> None:
     group.broadcast(data)
     group.close()
     assert np.array_equal(data, before)
+
+
+@pytest.mark.long
+def test_a_slot_that_is_gone_ends_its_broadcast(plane: Plane, caplog: pytest.LogCaptureFixture) -> None:
+    """The member learns from TCP that the version is gone, and the group rests."""
+    plane.route(1, ["a"])
+    manifest = plane.publish(1)  # the broadcast waits for the member
+    slot = next(ref.handle for ref in manifest.refs if ref.transport == "shm")
+    plane.directory.joinpath("trainer", slot).unlink()
+    with pytest.raises(WeightsError, match=r"version 1 by gloo: .*does not have generation"):
+        plane.stage(manifest, ["a"])
+    assert "the broadcast of weights to a broke: there is no segment" in caplog.text
+    check(plane.stage(plane.publish(2), ["a"]), 2, "tcp")

@@ -229,6 +229,28 @@ def test_a_publication_needs_no_slot_of_the_device(plane: Plane, monkeypatch: py
     assert value(plane.receiver(), plane.publish(5)) == 5
 
 
+def test_a_publication_needs_no_room_for_a_slot_of_the_device(
+    tmp_path: Path, disk: Callable[..., Path], fill: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receivers hold both slots of the device, and the directory is too full for the file of a third one."""
+    monkeypatch.setattr(cuda_ipc, "ROOM_S", 0.1)
+    tmp_path.joinpath("device").mkdir()
+    plane = Plane(disk(1, tmp_path / "disk") / "shm", tmp_path / "device")
+    held = []
+    for version in range(1, 3):
+        slot = plane.publish(version).refs[0].handle.split("/")[0]
+        held.append(LockedFile.open(plane.settings.shm_dir / slot))
+        assert held[-1].try_shared()
+    ballast = fill(plane.settings.shm_dir)
+    manifest = plane.publish(3)
+    assert ([ref.transport for ref in manifest.refs], len(plane.slots())) == (["shm"], 2)
+    ballast.unlink()
+    assert [ref.transport for ref in plane.publish(4).refs] == ["cuda_ipc", "shm"]
+    for lock in held:
+        lock.close()
+    plane.publisher.close()
+
+
 def test_a_wait_for_a_slot_of_shared_memory_is_shown(plane: Plane) -> None:
     """The device has room, but workers that read from shared memory hold its slots; the wait has the same deadline."""
     held = []

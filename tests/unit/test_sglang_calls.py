@@ -113,6 +113,13 @@ def test_a_stop_token_that_the_server_ignores_ends_the_completion_here() -> None
     assert [token.token_id for token in reported] == [11, 12, 13]
 
 
+def test_a_stop_that_the_request_does_not_name_is_a_cut() -> None:
+    found = stream()
+    reported, finish = found.take(event(3, ROWS[:3], {"type": "stop", "matched": 13}), "0:")
+    assert (finish, found.token_ids) == ("length", [11, 12, 13])
+    assert [token.token_id for token in reported] == [11, 12]
+
+
 def test_spans_of_the_server_give_the_weights_of_each_token() -> None:
     found = stream()
     found.take(event(4, ROWS, STOP), "1:b")

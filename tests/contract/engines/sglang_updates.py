@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +260,41 @@ async def test_a_server_whose_worker_was_killed_goes_on_once_another_joins(bench
     assert (len(sample.token_ids), bench.error(sample) < 1e-4) == (40, True)
     assert (await other)["meta_info"]["completion_tokens"] <= 1
     await server.close()
+
+
+def with_eom(source: Path, folder: Path, token_id: int) -> Path:
+    """Copy a tokenizer to ``folder`` with ``<|eom_id|>`` as the name of a token, as tokenizers of Llama 3 have it."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    path = folder / "tokenizer.json"
+    table = json.loads(path.read_text())
+    vocab = table["model"]["vocab"]
+    name = next(name for name, number in vocab.items() if number == token_id)
+    vocab["<|eom_id|>"] = vocab.pop(name)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    table["added_tokens"].append({"id": token_id, "content": "<|eom_id|>", "special": True, **flags})
+    path.write_text(json.dumps(table))
+    return folder
+
+
+async def test_a_stop_that_only_the_server_knows_is_a_cut(bench: Any, settings: Any, tmp_path: Path) -> None:
+    """SGLang also stops at ``<|eom_id|>`` of a tokenizer, although the request does not name it."""
+    own = {"max_new_tokens": 40, "temperature": 0.0}
+    free = (await bench.engine.generate(bench.ask("free", **own))).samples[0].token_ids
+    eom = next(token for token in free[5:] if token != bench.eos)
+    begun = free[: free.index(eom) + 1]
+    assert bench.eos not in begun
+    model = replace(bench.engine.model, tokenizer=with_eom(bench.engine.model.tokenizer, tmp_path / "eom", eom))
+    engine = SglangEngine(model, SglangConfig(), settings, max_running=4, stop_ids=[bench.eos], detokenize=str)
+    await engine.start()
+    try:
+        for stop_token_ids, finish in (((), "length"), ((eom,), "stop")):
+            request = bench.ask(f"until {finish}", ignore_eos=False, stop_token_ids=stop_token_ids, **own)
+            sample = (await engine.generate(request)).samples[0]
+            assert (sample.finish, sample.token_ids) == (finish, begun)
+        whole = (await engine.generate(bench.ask("ignored", **own))).samples[0]
+        assert (whole.finish, whole.token_ids) == ("length", free)
+    finally:
+        await engine.close()
 
 
 async def test_names_that_the_server_does_not_know_are_refused_by_the_worker(

@@ -33,6 +33,7 @@ OWN = (
     "sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",
     "sglang_updates.py::test_a_worker_that_is_killed_in_a_pause_leaves_a_server_that_goes_on",
     "sglang_updates.py::test_a_server_whose_worker_was_killed_goes_on_once_another_joins",
+    "sglang_updates.py::test_a_stop_that_only_the_server_knows_is_a_cut",
 )
 """Tests that start a second server, for which a GPU may have no room."""
 

@@ -158,3 +158,56 @@ async def test_a_trainer_that_was_replaced_announces_nothing(bus: Bus, tmp_path:
     with pytest.raises(Fenced, match="trainer epoch 2 > 1"):
         await old.announce(manifest(5, 1))
     assert await new.newest() == 4
+
+
+async def test_the_base_of_a_replaced_trainer_replaces_no_later_one(bus: Bus, tmp_path: Path) -> None:
+    """The adapters of the later trainer belong to the base that it has announced."""
+    old, new = (Publishing(bus, ServiceSettings(shm_dir=tmp_path), "job_1") for _ in range(2))
+    key = subjects.base_manifest("job_1")
+    old._base_manifest, new._base_manifest = manifest(0, 1), manifest(0, 2)
+    await new.announce(manifest(4, 2))
+    with pytest.raises(Fenced, match="trainer epoch 2 > 1"):
+        await old.announce(manifest(5, 1))
+    assert await new._known(key) == manifest(0, 2)
+    assert await new.newest() == 4
+
+
+async def test_a_completed_version_spares_the_file_of_the_one_served_by_then(
+    bus: Bus, make_config: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    """Engines serve version 1 when the directory fails, and version 2 when it can be written again."""
+    disk, away, routes = tmp_path / "disk", tmp_path / "away", WeightRoutes(epoch=0, transports={})
+    disk.mkdir()
+    settings = ServiceSettings(host_id="a", data_dir=tmp_path, shm_dir=tmp_path, weight_disk=disk)
+    publishing, learner = Publishing(bus, settings, "job_1", gated=True), Learner(make_config())
+    published: dict[int, WeightManifest] = {}
+
+    async def write(version: int) -> None:
+        keep = await publishing._known("job_1")
+        published[version] = await asyncio.to_thread(publishing._write, version, 1, keep, routes, learner)
+        await publishing.announce(published[version])
+
+    try:
+        await write(1)
+        await publishing.announce_served(published[1])
+        for version in (2, 3):
+            await write(version)
+        disk.rename(away)
+        for version in (4, 5):
+            await write(version)
+        assert publishing.problem is not None
+        await publishing.announce_served(published[2])
+        away.rename(disk)
+        await publishing.complete()
+        assert publishing.problem is None
+        far = open_receiver(settings.model_copy(update={"host_id": "b"}))
+        for key in ("job_1", subjects.candidate_manifest("job_1")):
+            known = await publishing._known(key)
+            assert known is not None
+            staged = far.stage(known)
+            assert (staged.manifest.version, staged.way.transport) == (2 if key == "job_1" else 5, "disk")
+            staged.release()
+        far.close()
+    finally:
+        publishing.close()
+        cleanup("job_1", settings)

@@ -80,7 +80,9 @@ class Stream(ServerStream):
 
         Depending on the options of the server, events repeat earlier tokens or not; the final event of a completion
         that was waiting repeats its last token. The total number of tokens therefore determines which ones are new.
-        With ``ignore_eos`` the server ignores stop tokens, too; the first one then ends the completion here.
+        With ``ignore_eos`` the server ignores stop tokens, too; the first one then ends the completion here. Without it
+        the server also stops at tokens of its model and tokenizer that the request does not name: such a completion was
+        cut off.
 
         Raises:
             ConfigError: SGLang rejects the request.
@@ -95,6 +97,8 @@ class Stream(ServerStream):
         stop = next((place for place, row in enumerate(rows) if row[1] in self.completion.stop_ids), None)
         if stop is not None:
             rows, finish = rows[: stop + 1], "stop"
+        elif finish == "stop":
+            finish = "length"
         return self.record(
             (
                 (int(row[1]), float(row[0]), label, _likely(top_rows[place]) if self.completion.top_logprobs else [])

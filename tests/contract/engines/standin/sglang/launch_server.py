@@ -4,7 +4,8 @@ It copies what an adapter would notice of the real server: a pause is answered b
 tokens of a retracted completion are computed again; the last event alone reports the version of each token; events
 repeat earlier tokens or do not (``--incremental-streaming-output``); the end of a waiting completion repeats its
 last token; an abort ends all requests whose rid begins with its rid, and none for an unknown rid; cached prefixes
-outlive an update without a flush; ``ignore_eos`` also ignores stop tokens; an update ignores unknown names, and one
+outlive an update without a flush; ``ignore_eos`` also ignores stop tokens, and without it a token ``<|eom_id|>`` of the
+tokenizer also ends a completion whose request does not name it; an update ignores unknown names, and one
 that cannot be loaded ends the server; log-probs are of the logits after penalties, divided by the temperature; unknown
 keys are refused.
 """

@@ -63,7 +63,10 @@ class Scheduler:
     ) -> None:
         self.options, self.send, self.later = options, send, later
         self.model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=getattr(torch, options.dtype))
-        self.eos = AutoTokenizer.from_pretrained(options.tokenizer_path).eos_token_id
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer_path)
+        more = tokenizer.get_added_vocab().get("<|eom_id|>")
+        self.ends = [tokenizer.eos_token_id, *([] if more is None else [more])]
+        """Tokens that end a completion although its request does not name them."""
         self.version = options.weight_version
         self.waiting: list[Completion] = []
         self.running: list[Completion] = []
@@ -218,7 +221,7 @@ class Scheduler:
         for token in set(ids):
             logits[token] -= params["frequency_penalty"] * ids.count(token) + params["presence_penalty"]
         if len(ids) < params["min_new_tokens"]:
-            logits[[*(params["stop_token_ids"] or ()), self.eos]] = -torch.inf
+            logits[[*(params["stop_token_ids"] or ()), *self.ends]] = -torch.inf
         greedy = params["temperature"] == 0
         logprobs = torch.log_softmax(logits / (params["temperature"] or 1.0), -1)
         token = int(logprobs.argmax()) if greedy else self.draw(completion, truncated(logprobs, params))
@@ -238,7 +241,7 @@ class Scheduler:
 
     def end_of(self, completion: Completion) -> dict[str, Any] | None:
         params, token = completion.params, completion.ids[-1]
-        if not params["ignore_eos"] and token in (*(params["stop_token_ids"] or ()), self.eos):
+        if not params["ignore_eos"] and token in (*(params["stop_token_ids"] or ()), *self.ends):
             return {"type": "stop", "matched": token}
         if len(completion.ids) >= params["max_new_tokens"]:
             return {"type": "length", "length": len(completion.ids)}
