@@ -23,6 +23,7 @@ import uvloop
 
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.service import CoordinatorService
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.run import JobRun
@@ -196,16 +197,16 @@ async def lead(url: str, directory: Path) -> None:
 def sealing_seconds(per_batch: int = 2048, max_lag: int = 8) -> float:
     """CPU seconds of the decisions that seal all batches that the lag bound allows."""
     run = JobRun(config_of(per_batch, max_lag), LedgerState(), num_ordinals=None, writer_epoch=1)
-    run.commit(run.decide(0.0))
+    run.commit(run.decide(Inputs(0.0)))
     first = Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p")
-    run.commit(run.on_report(first, 0.0))
-    run.commit(run.decide(0.0))
+    run.commit(run.on_report(first, Inputs(0.0)))
+    run.commit(run.decide(Inputs(0.0)))
     for seq, draw in enumerate(sorted(run.state.open), 1):
         run.on_group(seq, header_of(draw, 0))
     spent = 0.0
     while True:
         began = time.thread_time()
-        events = run.decide(0.0)
+        events = run.decide(Inputs(0.0))
         spent += time.thread_time() - began
         if not events:
             return spent

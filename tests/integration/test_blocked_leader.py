@@ -238,8 +238,8 @@ async def test_a_trainers_report_is_recorded_before_it_is_acknowledged(
     assert (state.phase, state.halted) == ("paused", why)
     async with led(small, tmp_path) as (runner, _):
         await until(lambda: runner.ready)
-        runner.run.desired = runner.desired_state.desired
-        assert runner.run.halted == why, "the next leader knows the reason"
+        inputs = runner.desired_state.inputs(runner.run, runner.inputs)
+        assert runner.run.halted(inputs) == why, "the next leader knows the reason"
         await JobStore(small).set_desired("job_a", "running")
         runner.update_record(await JobStore(small).get("job_a"))
         await until(lambda: runner.run.state.phase == "running")

@@ -90,7 +90,7 @@ async def test_a_candidate_with_good_feedback_is_promoted(bus: Bus, tmp_path: Pa
     async with GATE.running(rollout.run), job.trainer():
         async with GATE.running(first.lead):
             await job.until(lambda: first.ready)
-            await job.until(lambda: first.run.promotion.announced == 0)
+            await job.until(lambda: first.inputs.announced == 0)
             await job.answer(version=0)
             await job.until(lambda: first.run.state.canary is not None)
             assert any("promotion (Canary): version 1 answers 50%" in row["waiting_for"] for row in first.why())

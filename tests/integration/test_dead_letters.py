@@ -17,6 +17,7 @@ from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.dead_letters import DeadLetterQueue, DeadLetterScanner
 from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.run import REPLAYED
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
@@ -349,7 +350,7 @@ async def test_reports_of_a_fenced_trainer_are_refused(bus: Bus) -> None:
             report = pack(Report(kind=kind, epoch=2, reason="mine is broken"), job=JOB)  # type: ignore[arg-type]
             reply = unpack(await bus.request(subjects.report(JOB), report, deadline_s=10), Ack)[0]
             assert (reply.ok, reply.reason) == (False, "fenced: trainer epoch 2 < 3")
-        assert (job.runner.run.failure, job.runner.run.halted) == (None, "")
+        assert (job.runner.run.failure, job.runner.run.halted(job.runner.inputs)) == (None, "")
         await job.report(Report(kind="failed", epoch=3, reason="no room"))
         assert job.runner.run.failure == JobFailure(
             code="trainer_failed", message="trainer: no room", service="trainer"
@@ -367,7 +368,7 @@ async def test_a_batch_refused_while_the_job_fails_leaves_no_open_draw(bus: Bus)
                 await asyncio.sleep(0.02)
 
         async def both() -> Ack:  # the leader decides nothing between the two
-            job.runner.run.failure = JobFailure(code="timeout", message="elsewhere")
+            job.runner.run.fail(JobFailure(code="timeout", message="elsewhere"))
             refused = Report(kind="refused", epoch=1, batch=1, revision=1, bad=[Draw(0)], reason="it is torn")
             return await job.runner._take_report(refused)
 
@@ -401,7 +402,7 @@ async def test_a_dead_letter_is_shown_replayed_once_and_dropped(bus: Bus) -> Non
         assert (done.state, done.result) == ("succeeded", {"draw": str(again)})
         assert again in await job.waiting()
         assert job.runner.run.state.balanced()
-        assert job.runner.run.replay_dead_letter(first["id"], Draw(0), 0.0) == [], (
+        assert job.runner.run.replay_dead_letter(first["id"], Draw(0), Inputs(0.0)) == [], (
             "it was replayed already, even if a crash left the dead letter"
         )
         assert [row["id"] for row in await box.page(JOB, after=0, limit=10)] == [second["id"]]
@@ -433,7 +434,7 @@ async def test_two_dead_letters_of_one_draw_become_two_draws_that_wait_for_room(
             asked = Operation(id=f"op_{id}", kind="replay_dead_letter", created_at=datetime.now(UTC), args={"id": id})
             job.runner.update_record(await store.begin_operation(JOB, asked))
         async with asyncio.timeout(30):
-            while job.runner.run.replays < len(dead_letters):
+            while job.runner.inputs.replays < len(dead_letters):
                 await asyncio.sleep(0.02)
         assert len(run.state.open) == run.config.max_draws
         for draw in (Draw(0), Draw(1)):

@@ -18,6 +18,7 @@ from penstock.services.coordinator.leader import runner as runner_module
 from penstock.services.coordinator.leader.outbox import Outbox
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.service import CoordinatorService
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.job import JobConfig
@@ -91,8 +92,9 @@ async def test_the_next_leader_records_a_failure_that_the_last_one_did_not(bus: 
     journal = Journal(bus, record.id)
     run = JobRun(JOB, await journal.load(), num_ordinals=None, row_bytes=1, writer_epoch=1)
     for failure in (None, NO_ROOM):
-        run.failure = failure
-        events = run.decide(0.0)
+        if failure is not None:
+            run.fail(failure)
+        events = run.decide(Inputs(0.0))
         await journal.append(events)
         run.commit(events)
     assert run.state.finished == "failed"
@@ -126,9 +128,9 @@ def check_times(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """List of the times at which leaders checked if there is something to decide."""
     found, decide = list[float](), JobRun.decide
 
-    def counted(self: JobRun, now: float, after: Sequence[Event] = ()) -> list[Event]:
+    def counted(self: JobRun, inputs: Inputs, after: Sequence[Event] = ()) -> list[Event]:
         found.append(asyncio.get_running_loop().time())
-        return decide(self, now, after)
+        return decide(self, inputs, after)
 
     monkeypatch.setattr(JobRun, "decide", counted)
     return found

@@ -16,6 +16,7 @@ from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -142,5 +143,5 @@ async def test_a_new_leader_reads_deletions_below_its_start_position(bus: Bus) -
     assert supply.matching.num_waiting == 0
     await supply.order(run, [Draw(0)])
     assert await bus.read(subjects.EXPERIENCE, subjects.experience(job)) == []
-    (drop,) = [event for event in run.decide(time.time()) if isinstance(event, Dropped)]
+    (drop,) = [event for event in run.decide(Inputs(time.time())) if isinstance(event, Dropped)]
     assert (drop.reason, drop.draws) == ("erased", [Draw(0)])

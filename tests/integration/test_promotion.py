@@ -23,8 +23,8 @@ from penstock.services.coordinator.leader.evaluation import EvaluationPlan
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.inputs import Inputs, Rollback
 from penstock.services.coordinator.training.ledger import LedgerState
-from penstock.services.coordinator.training.promotion import Rollback
 from penstock.services.coordinator.training.run import JobRun
 from penstock.services.rollout.session import RolloutSession
 from penstock.services.trainer.session import TrainerSession
@@ -190,7 +190,7 @@ async def test_no_evaluation_begins_while_training_is_to_go_back(bus: Bus, tmp_p
     )
     plan = runner.measures.plan = EvaluationPlan(CONFIG.evaluation, [SourceSummary("addition", 2, "sums")])
     for rollback, tickets in ((Rollback(0, "by request", "op"), 0), (None, 2)):
-        runner.run.asked_rollback = rollback
+        runner._inputs = Inputs(0.0, rollback=rollback)
         await runner._evaluate()
         assert (plan.current is None) == (rollback is not None)
         assert (await bus.stream_state(subjects.TICKETS)).messages == tickets

@@ -17,6 +17,7 @@ from penstock.services.coordinator.leader.effects import EffectPublisher
 from penstock.services.coordinator.leader.evaluation import evaluation_tickets
 from penstock.services.coordinator.leader.outbox import Outbox
 from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
@@ -49,14 +50,14 @@ class Past:
 
     async def make(self) -> None:
         await self.journal.load()
-        await self._commit(self.run.decide(100.0))
+        await self._commit(self.run.decide(Inputs(100.0)))
         await self._report("checkpointed", batch=0, version=0, digest="w0", path="p")
         for number in range(1, UPDATES + 1):
             for draw in self.run.state.in_flight:
                 self.run.on_group(*await self.store(draw, number - 1))
             if number == 2:
                 await self.store(Draw(0), 0)
-            await self._commit(self.run.decide(100.0))
+            await self._commit(self.run.decide(Inputs(100.0)))
             await self._report("trained", batch=number, revision=1, version=number, digest=f"w{number}")
 
     async def store(self, draw: Draw, version: int) -> tuple[int, GroupHeader]:
@@ -69,8 +70,8 @@ class Past:
         return seq, header
 
     async def _report(self, kind: Any, **fields: Any) -> None:
-        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), 100.0)
-        await self._commit([*events, *self.run.decide(100.0, after=events)])
+        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), Inputs(100.0))
+        await self._commit([*events, *self.run.decide(Inputs(100.0), after=events)])
 
     async def _commit(self, events: list[Event]) -> None:
         await self.journal.append(events)
@@ -175,12 +176,12 @@ async def test_a_job_pauses_when_logprobs_of_engines_and_trainer_differ(
         assert unpack(answer, Ack)[0].ok
         assert runner.run.state.last_trained == number
         if mismatch < 1:
-            assert (runner.run.desired, runner.run.halted) == ("running", "")
+            assert (runner.inputs.desired, runner.run.halted(runner.inputs)) == ("running", "")
             return
-        why = runner.run.halted
+        why = runner.run.halted(runner.inputs)
         assert f"update {number}" in why
         assert "train.max_mismatch 1" in why
-        assert runner.run.desired == "paused"
+        assert runner.inputs.desired == "paused"
         assert any(why in row["waiting_for"] for row in runner.why())
 
 

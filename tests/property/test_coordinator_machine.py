@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import pytest
@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.services.coordinator.queries.audit import audit_ledger
 from penstock.services.coordinator.training import decision
 from penstock.services.coordinator.training.gate import MAX_REDRAWS, Verdict
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.reports import Refusal
 from penstock.services.coordinator.training.run import Effects, JobRun
@@ -114,13 +115,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.num_ordinals = num_ordinals
         self.world = World()
         self.now = 1000.0
+        self.desired = "running"
         self.epoch = 1
         self.trainer_epoch = 1
         self.dead_letters = 0
         self.without_room: set[int] = set()
         """Numbers of entries that dropped a group while the byte budget had no room for a replacement."""
         self.known, self.answer = 0, "arrives"
-        self.paused: tuple[JobRun, int, int] | None = None
+        self.paused: tuple[JobRun, Inputs, int, int] | None = None
         self.run = self.new_leader()
         self.decide()
         self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
@@ -159,9 +161,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     def lead_again(self) -> None:
         """Let a new leader take over from the ledger, with the phase that the user wants."""
-        desired = self.run.desired
         self.run = self.new_leader()
-        self.run.desired = desired
         self.decide()
 
     def ask(self, draw: Draw, state: LedgerState) -> None:
@@ -213,19 +213,23 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.run.forget_stored([seq])
         self.delete(range(seq, seq + self.world.stored[seq].num_messages))
 
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.now, desired=self.desired)
+
     def decide(self) -> None:
-        events = self.run.decide(self.now)
+        events = self.run.decide(self.inputs)
         self.append(events)
         if any(isinstance(event, BatchSealed) for event in events):  # an entry has room for some batches only
             self.decide()
 
     def report(self, report: Report) -> bool:
         try:
-            events = self.run.on_report(report, self.now)
+            events = self.run.on_report(report, self.inputs)
         except Refusal:
             return False
         if events:
-            self.append(events + self.run.decide(self.now, after=events))
+            self.append(events + self.run.decide(self.inputs, after=events))
             self.decide()  # as a leader does at once: only now the byte budget lacks what the report released
         return True
 
@@ -301,14 +305,19 @@ class CoordinatorMachine(RuleBasedStateMachine):
         for _ in range(MAX_REDRAWS + 2):
             self.answer_all()
         run = self.run
-        over = run.desired != "running" or run.state.finished or run.failure or run.training_done or self.is_full
+        over = self.desired != "running" or run.state.finished or run.failure or self.is_over
         exhausted = run.num_ordinals is not None and run.state.next_ordinal >= run.num_ordinals
         assert over or exhausted or run.state.sealed, f"no batch, no ticket to start: {self.world.tickets}"
 
     @property
+    def is_over(self) -> bool:
+        """True if nothing is drawn any more, or until a checkpoint frees room."""
+        return self.run.training_done(self.inputs) or self.is_full
+
+    @property
     def is_full(self) -> bool:
         """True while the job waits for a checkpoint, which frees room."""
-        return self.run.wants_checkpoint == "byte budget half used"
+        return self.run.wants_checkpoint(self.inputs) == "byte budget half used"
 
     @rule()
     def many_updates(self) -> None:
@@ -475,7 +484,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         in_order = all(first.get(draw) == found.seq for draw, found in self.run.candidates.items())
         if not in_order:  # the stream delivers in order; the rules above do not
             return
-        self.paused = self.run, self.known, max(self.world.stored, default=0)
+        self.paused = self.run, self.inputs, self.known, max(self.world.stored, default=0)
         self.epoch += 1
         self.lead_again()
 
@@ -487,12 +496,12 @@ class CoordinatorMachine(RuleBasedStateMachine):
         A group that it deletes as a duplicate is a duplicate for all leaders.
         """
         assert self.paused is not None
-        old, known, read_to = self.paused
+        old, inputs, known, read_to = self.paused
         for seq, header in sorted(self.world.stored.items()):
             if seq > read_to and old.on_group(seq, header) is Verdict.DUPLICATE:
                 self.delete(range(seq, seq + header.num_messages))
-        self.paused = old, known, max(self.world.stored, default=read_to)
-        events, before = old.decide(self.now + late_s), list(self.world.entries)
+        self.paused = old, inputs, known, max(self.world.stored, default=read_to)
+        events, before = old.decide(replace(inputs, now=self.now + late_s)), list(self.world.entries)
         if not events:
             return
         if not self.world.append(events, known):
@@ -502,7 +511,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             return
         assert known == len(before), "the stream accepted an entry of a fenced leader"
         self.carry_out(old, old.commit(events))
-        self.paused = old, known + 1, read_to
+        self.paused = old, inputs, known + 1, read_to
         assert not self.world.append(events, self.known), "the new leader must be refused at its next append"
         self.lead_again()
 
@@ -513,14 +522,14 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(pause=st.booleans())
     def pause(self, pause: bool) -> None:
-        self.run.desired = "paused" if pause else "running"
+        self.desired = "paused" if pause else "running"
         self.decide()
 
     @precondition(lambda self: hasattr(self, "run") and self.run.state.open)
     @rule(data=st.data())
     def dead_letter(self, data: st.DataObject) -> None:
         draw = data.draw(st.sampled_from(sorted(self.run.state.open)))
-        self.append(self.run.on_dead_letter(draw, self.now))
+        self.append(self.run.on_dead_letter(draw, self.inputs))
         self.decide()  # as the runner does; a draw that is dropped for good is replaced by another ordinal here
 
     @precondition(lambda self: hasattr(self, "run") and self.run.state.next_ordinal)
@@ -530,9 +539,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.dead_letters += 1
         draw = Draw(data.draw(st.integers(0, self.run.state.next_ordinal - 1)))
         with contextlib.suppress(Conflict):
-            events = self.run.replay_dead_letter(self.dead_letters, draw, self.now)
+            events = self.run.replay_dead_letter(self.dead_letters, draw, self.inputs)
             self.append(events)
-            assert self.run.replay_dead_letter(self.dead_letters, draw, self.now) == []
+            assert self.run.replay_dead_letter(self.dead_letters, draw, self.inputs) == []
         self.decide()
 
     # -- what must always hold ---------------------------------------------------------------------------------------
@@ -586,7 +595,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         dynamic = self.config.algorithm.dynamic_sampling
         bound = 0 if dynamic is None else int(dynamic.max_resampled * self.config.groups_per_batch)
         since_seal = spare = 0
-        is_full = decision.Draft(run, state, self.now).byte_credits() == 0
+        is_full = decision.Draft(run, state, self.inputs).byte_credits() == 0
         for number, entry in enumerate(self.world.entries):
             for event in entry:
                 if isinstance(event, BatchSealed):
@@ -604,9 +613,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
                         spare = 0
                     assert forked or spare >= 0, "a group was dropped and nothing was drawn instead"
         assert state.resampled == since_seal
-        if run.desired != "running" or state.checkpoint is None:
+        if self.desired != "running" or state.checkpoint is None:
             return
-        dropped = [e for e in run.decide(self.now) if isinstance(e, Dropped)]
+        dropped = [e for e in run.decide(self.inputs) if isinstance(e, Dropped)]
         gone = {draw for event in dropped for draw in event.draws}
         idle = {
             draw
@@ -639,7 +648,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         if not hasattr(self, "run"):
             return
         run, state = self.run, self.run.state
-        over = run.desired != "running" or state.finished or run.failure or run.training_done or self.is_full
+        over = self.desired != "running" or state.finished or run.failure or self.is_over
         exhausted = run.num_ordinals is not None and state.next_ordinal >= run.num_ordinals
         if over or exhausted or state.sealed or state.checkpoint is None:
             return

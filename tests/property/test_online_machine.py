@@ -22,6 +22,7 @@ from penstock.services.coordinator.online.statuses import (
     interaction_statuses,
 )
 from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -128,8 +129,12 @@ class OnlineMachine(RuleBasedStateMachine):
     def note(self, statuses: list[FeedbackStatus]) -> None:
         self.unrecorded.add(statuses)
 
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.now)
+
     def decide(self) -> None:
-        self.append(self.run.decide(self.now))
+        self.append(self.run.decide(self.inputs))
 
     def record(self) -> None:
         """Append unrecorded decisions on feedback and interactions before an entry moves ``read_from`` past them."""
@@ -175,9 +180,9 @@ class OnlineMachine(RuleBasedStateMachine):
             self.run.on_group(self.world.num_groups, header)
 
     def report(self, report: Report) -> None:
-        events = self.run.on_report(report, self.now)
+        events = self.run.on_report(report, self.inputs)
         if events:
-            self.append(events + self.run.decide(self.now, after=events))
+            self.append(events + self.run.decide(self.inputs, after=events))
 
     # -- what may happen ---------------------------------------------------------------------------------------------
 
@@ -309,7 +314,7 @@ class OnlineMachine(RuleBasedStateMachine):
     @rule()
     def crash_after_the_append(self) -> None:
         """Crash after an append: the decision is durable, but none of its effects has happened."""
-        self.append(self.run.decide(self.now), crash=True)
+        self.append(self.run.decide(self.inputs), crash=True)
         self.crash()
 
     @precondition(lambda self: self.run.state.sealed)
@@ -325,7 +330,7 @@ class OnlineMachine(RuleBasedStateMachine):
         if crash == "before":  # engines have the version before the ledger has it
             self.crash()
         if crash == "after":
-            self.append(self.run.on_report(report, self.now), crash=True)
+            self.append(self.run.on_report(report, self.inputs), crash=True)
             self.crash()
         else:
             self.report(report)
@@ -392,7 +397,7 @@ class OnlineMachine(RuleBasedStateMachine):
             self.read_interactions(4)
         while self.cursor[1] in self.world.feedback:
             self.read_feedback(4)
-        self.append(self.run.finish(self.now, {}))
+        self.append(self.run.finish(self.inputs, {}))
         self.rebuild()
         newest = {one.feedback: one for one in self.world.statuses}
         ordinals = {name: one.ordinal for one in self.admissions() for name in one.feedback}

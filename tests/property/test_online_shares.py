@@ -23,6 +23,7 @@ from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource, within_shares
 from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -173,7 +174,7 @@ class Flood:
         self.train()
 
     def decide(self) -> None:
-        self.commit(self.run.decide(self.now))
+        self.commit(self.run.decide(Inputs(self.now)))
 
     def commit(self, events: list[Event]) -> None:
         if not events:
@@ -195,8 +196,8 @@ class Flood:
             self.decide()
 
     def report(self, report: Report) -> None:
-        events = self.run.on_report(report, self.now)
-        self.commit(events + self.run.decide(self.now, after=events))
+        events = self.run.on_report(report, Inputs(self.now))
+        self.commit(events + self.run.decide(Inputs(self.now), after=events))
 
     def train(self) -> None:
         while self.run.state.sealed:

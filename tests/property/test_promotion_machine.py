@@ -11,8 +11,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
+from penstock.services.coordinator.training.inputs import Inputs, Rollback
 from penstock.services.coordinator.training.ledger import LedgerState
-from penstock.services.coordinator.training.promotion import PromotionGate, Rollback, flaw_of_rollback
+from penstock.services.coordinator.training.promotion import PromotionGate, flaw_of_rollback
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.online.promotion import PromotionConfig
 from penstock.shared.protocol.events import Promoted, PromotionRefused
@@ -45,11 +46,15 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
         self.report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="ckpt-0"))
 
     def core(self, state: LedgerState) -> JobRun:
-        gate = PromotionGate(self.promotion, lambda: None)
-        gate.announced = self.announced
+        self.asked: Rollback | None = None
+        gate = PromotionGate(self.promotion)
         return JobRun(
             self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source, promotion=gate
         )
+
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.now, rollback=self.asked, announced=self.announced)
 
     def measured(self) -> dict[str, float]:
         return {"policy/entropy": self.entropy}
@@ -60,10 +65,9 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
 
     @rule()
     def engines_load_the_version(self) -> None:
-        state, gate = self.run.state, self.run.promotion
-        assert gate is not None
+        state = self.run.state
         if state.promoted is not None:
-            self.announced = gate.announced = state.promoted.version
+            self.announced = state.promoted.version
         self.decide()
 
     @rule(entropy=st.sampled_from([1.0, 1.0, 0.1]), saved=st.booleans())
@@ -82,16 +86,16 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
         checkpoints = sorted(self.run.state.checkpoints)
         number = checkpoints[place % len(checkpoints)]
         if not flaw_of_rollback(self.run.state, number):
-            self.run.asked_rollback = Rollback(number, "by request", f"op-{self.run.state.forked}")
+            self.asked = Rollback(number, "by request", f"op-{self.run.state.forked}")
 
-    @precondition(lambda self: self.run.rollback is not None)
+    @precondition(lambda self: self.run.rollback(self.inputs) is not None)
     @rule()
     def the_trainer_goes_back(self) -> None:
-        state, rollback = self.run.state, self.run.rollback
+        state, rollback = self.run.state, self.run.rollback(self.inputs)
         assert rollback is not None
         later = state.after(rollback.number)
         if not later:  # a fork has already removed the batches
-            self.run.asked_rollback = None
+            self.asked = None
             return
         assert all(number in state.batches for number in later)
         version = max(state.version, self.world.engine_version) + 1
@@ -108,7 +112,7 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
         assert (self.run.state.updates, self.run.state.fork_request) == (updates, rollback.operation)
         assert self.run.state.checkpoint is not None
         assert self.run.state.checkpoint.number < batch
-        self.run.asked_rollback = None
+        self.asked = None
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -138,9 +142,9 @@ class PromotionMachine(BASE.OnlineMachine):  # type: ignore[misc]
 
     @invariant()
     def nothing_is_sealed_while_training_is_to_go_back(self) -> None:
-        if self.run.rollback is not None:
+        if self.run.rollback(self.inputs) is not None:
             before = len(self.run.state.sealed)
-            events = self.run.decide(self.now)
+            events = self.run.decide(self.inputs)
             assert not [event for event in events if type(event).__name__ in ("BatchSealed", "Drawn")], before
 
 

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Literal
 
 from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.protocol.bus_clock import MAX_SKEW_S
 from penstock.shared.protocol.jobs import Condition
@@ -19,13 +20,14 @@ Type = Literal[
 
 
 def conditions(
-    run: JobRun, job: str, members: Members, before: Sequence[Condition], *, clock: float, now: datetime
-) -> list[Condition]:
+    run: JobRun, inputs: Inputs, job: str, members: Members, before: Sequence[Condition], *, clock: float,
+    now: datetime,
+) -> list[Condition]:  # fmt: skip
     """Return every condition of the job. A condition with the same status as in ``before`` keeps its transition
     time."""
     known = {condition.type: condition for condition in before}
     found = []
-    for type_, (status, reason, message) in _facts(run, job, members, clock).items():
+    for type_, (status, reason, message) in _facts(run, inputs, job, members, clock).items():
         old = known.get(type_)
         since = old.last_transition_time if old is not None and old.status == status else now
         found.append(Condition(type=type_, status=status, reason=reason, message=message, last_transition_time=since))
@@ -36,7 +38,7 @@ Fact = tuple[Literal["True", "False", "Unknown"], str, str]
 """Status of a condition, its reason as one word, and its message."""
 
 
-def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, Fact]:
+def _facts(run: JobRun, inputs: Inputs, job: str, members: Members, clock: float) -> dict[Type, Fact]:
     state = run.state
     version = state.version if state.promoted is None else state.promoted.version
     lost = [service for service in run.config.services if not members.of(service, clock)]
@@ -61,7 +63,7 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
         "WorkersReady": workers,
         "WeightsSynced": synced,
         "ClocksAgree": _clocks(run, members, clock),
-        "MakingProgress": _progress(run, lost),
+        "MakingProgress": _progress(run, inputs, lost),
         "Checkpointed": checkpoint,
         **promotion,
         "Succeeded": succeeded,
@@ -79,11 +81,11 @@ def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
     return ("True", "WithinASecond", "") if known else ("Unknown", "NotMeasured", "")
 
 
-def _progress(run: JobRun, lost: Sequence[str]) -> Fact:
+def _progress(run: JobRun, inputs: Inputs, lost: Sequence[str]) -> Fact:
     if run.state.finished:
         return "False", "Ended", ""
-    if run.desired == "paused":
-        return "False", "Paused", run.halted or "by request"
+    if inputs.desired == "paused":
+        return "False", "Paused", run.halted(inputs) or "by request"
     if lost:
         return "False", f"{lost[0].capitalize()}Missing", "no heartbeat"
     if run.state.checkpoint is None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from penstock.services.coordinator.leader.dead_letters import DeadLetterQueue
+from penstock.services.coordinator.training.inputs import Inputs, Rollback
 from penstock.services.coordinator.training.ledger import LedgerState
-from penstock.services.coordinator.training.promotion import Rollback, flaw_of_rollback
+from penstock.services.coordinator.training.promotion import flaw_of_rollback
 from penstock.services.coordinator.training.run import JobRun
 from penstock.services.coordinator.training.supply import LiveDeadLetter, Supply
 from penstock.shared.config.jobs.kinds import parse_training
@@ -96,6 +98,7 @@ class DesiredState:
     async def replay(
         self,
         run: JobRun,
+        inputs: Inputs,
         dead_letters: DeadLetterQueue,
         commit: Callable[[list[Event]], Awaitable[None]],
         supply: Supply | None = None,
@@ -112,11 +115,11 @@ class DesiredState:
                 live = await dead_letters.live(self.record.id, id)
                 if live is not None:
                     result = {"stream": live.stream, "stored": await _requeue(run, supply, live)}
-                elif (
-                    drawn := await self._redraw(run, await dead_letters.draw(self.record.id, id), id, commit)
-                ) is None:
-                    continue
                 else:
+                    draw = await dead_letters.draw(self.record.id, id)
+                    drawn = await self._redraw(run, inputs, draw, id, commit)
+                    if drawn is None:
+                        continue
                     result = drawn
                 await dead_letters.drop(self.record.id, id)
                 over = {"state": "succeeded", "result": result, "finished_at": now}
@@ -132,33 +135,45 @@ class DesiredState:
         return done
 
     async def _redraw(
-        self, run: JobRun, draw: Draw, dead_letter: int, commit: Callable[[list[Event]], Awaitable[None]]
+        self,
+        run: JobRun,
+        inputs: Inputs,
+        draw: Draw,
+        dead_letter: int,
+        commit: Callable[[list[Event]], Awaitable[None]],
     ) -> dict[str, Any] | None:
         """Draw the prompt of a dead letter again; return the operation's result, or None while no slot is free.
 
         Raises:
             Conflict: the prompt cannot be drawn.
         """
-        if self._may_wait(run, dead_letter):
+        if self._may_wait(run, inputs, dead_letter):
             return None
-        events = run.replay_dead_letter(dead_letter, draw, bus_time())
+        events = run.replay_dead_letter(dead_letter, draw, replace(inputs, now=bus_time()))
         await commit(events)
         drawn = [str(event.draw) for event in events if isinstance(event, Redrawn)]
         return {"draw": drawn[0]} if drawn else {}
 
     @staticmethod
-    def _may_wait(run: JobRun, dead_letter: int) -> bool:
-        ends = run.training_done or run.desired != "running" or bool(run.state.finished)
+    def _may_wait(run: JobRun, inputs: Inputs, dead_letter: int) -> bool:
+        ends = run.training_done(inputs) or inputs.desired != "running" or bool(run.state.finished)
         return not run.has_room and run.source.redraws and not ends and dead_letter not in run.state.replayed
 
-    def steer(self, run: JobRun) -> None:
-        """Make ``run`` serve a version, or roll back to a checkpoint, if an operation requests it."""
-        if run.promotion is not None:
-            run.promotion.forced = max((int(one.args["version"]) for one in self._pending("promote")), default=-1)
+    def inputs(self, run: JobRun, before: Inputs) -> Inputs:
+        """Return ``before`` with the user's current requests, except a rollback that ``run`` cannot carry out."""
         asked = [one for one in self._pending("rollback") if one.id not in run.failed_rollbacks][:1]
         found = [Rollback(int(one.args["checkpoint"]), "by request", one.id) for one in asked]
         possible = [one for one in found if not flaw_of_rollback(run.state, one.number)]
-        run.asked_rollback = possible[0] if possible else None
+        return replace(
+            before,
+            desired=self.desired,
+            cancel_now=self.cancel_now,
+            last_checkpoint=self.record.last_checkpoint,
+            checkpoint_requested=self.wants_checkpoint,
+            replays=self.replays,
+            rollback=possible[0] if possible else None,
+            forced=max((int(one.args["version"]) for one in self._pending("promote")), default=-1),
+        )
 
     def settle(self, run: JobRun) -> list[Operation]:
         """Return the operations that are done or impossible, each of them once."""

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.retry import Retry
 from penstock.services.coordinator.training.run import Effects, JobRun
 from penstock.services.coordinator.training.supply import Unreadable
@@ -261,15 +262,15 @@ class TrainerCommands:
         self._asked_at = 0.0
         self._asked: tuple[object, ...] = ()
 
-    def follow(self, run: JobRun) -> bool:
+    def follow(self, run: JobRun, inputs: Inputs) -> bool:
         """Send the trainer the command that ``run`` needs now; return False if ``run`` needs none."""
-        state, rollback = run.state, run.rollback
+        state, rollback = run.state, run.rollback(inputs)
         if rollback is not None:
             args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}
             self._ask("rollback", args, (rollback.number, state.version))
         elif unwanted := run.unwanted:
             self._ask("leave_out", {"draws": [str(draw) for draw in unwanted]}, tuple(unwanted))
-        elif reason := run.wants_checkpoint:
+        elif reason := run.wants_checkpoint(inputs):
             newest = state.checkpoint
             self._ask("checkpoint", {"reason": reason}, (None if newest is None else newest.number, state.forked))
         else:

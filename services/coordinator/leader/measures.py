@@ -12,8 +12,9 @@ from penstock.services.coordinator.leader.pace import Pace
 from penstock.services.coordinator.training.gate import Candidate
 from penstock.services.coordinator.training.goals import Goals
 from penstock.services.coordinator.training.health import Health
+from penstock.services.coordinator.training.inputs import Evaluated
 from penstock.services.coordinator.training.ledger import LedgerState
-from penstock.services.coordinator.training.promotion import Evaluated, gate_of
+from penstock.services.coordinator.training.promotion import gate_of
 from penstock.services.coordinator.training.tally import Tally
 from penstock.shared.config.jobs.amendable import TEMPERATURE
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
@@ -51,7 +52,7 @@ class Measures:
         self.reward: float | None = None
         self.evaluated: Evaluated | None = None
         """The newest evaluation without missing prompts."""
-        self.gate = gate_of(config, lambda: self.evaluated)
+        self.gate = gate_of(config)
         self.newest_row = (0, 0)
         """For the newest row about an update: the number of its batch, and the sequence number of its ledger entry."""
         self._warned = False

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import random
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from penstock.services.coordinator.leader.why import Onsets, explain_waits, reco
 from penstock.services.coordinator.trackers import Run
 from penstock.services.coordinator.training.gate import Verdict
 from penstock.services.coordinator.training.health import health_warnings
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.training.reports import Refusal
 from penstock.services.coordinator.training.retry import Retry
@@ -88,6 +90,8 @@ class JobRunner:
         self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
         self.commands = TrainerCommands(bus, self.outbox, self.job, epoch)
         self.run: JobRun
+        self._inputs = Inputs(now=0.0)
+        """Facts for decisions, without the time and the newest evaluation, which ``inputs`` adds."""
         self.measures = Measures(self.config, self.outbox)
         run = Run(self.job, record.name, record.spec, data_dir / "tracking" / self.job)
         self.tracking = Tracking(bus, self.outbox, self.config.tracking, run)
@@ -128,12 +132,12 @@ class JobRunner:
             ]
             if self.supply is not None:
                 running.append(tasks.create_task(self.supply.follow(self.inbox.put)))
-            if self.run.lacks_environment:
+            if self.run.lacks_environment(self.inputs):
                 running.append(tasks.create_task(self._describe_environment()))
             running.append(tasks.create_task(WeightRouter(self.bus, self.job, self.members).follow()))
             if self.measures.gate is not None:
                 served_version = ServedVersionPublisher(
-                    self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted
+                    self.bus, self.job, lambda: self.run.state.promoted, self._on_announced
                 )
                 running.append(tasks.create_task(served_version.follow()))
             self.ready = True
@@ -157,9 +161,9 @@ class JobRunner:
             hold=lambda point: self.measures.holds(self.run.state, point),
             source=None if self.supply is None else self.supply.source,
             promotion=self.measures.gate,
+            failure=self.journal.failure(),
             data_dir=self._data_dir,
         )
-        self.run.failure = self.journal.failure()
         await self._resume_measures(found)
         await self._read_groups()
         if self.supply is not None:
@@ -200,11 +204,9 @@ class JobRunner:
         try:
             spec = await self.retry.until_taken(what, subjects.ENV_DESCRIBE, describe)
         except ConfigError as error:
-            self.run.failure = self.run.failure or JobFailure(
-                code="environment_failed", message=str(error), service="env"
-            )
+            self.run.fail(JobFailure(code="environment_failed", message=str(error), service="env"))
         else:
-            self.run.environment = msgspec.to_builtins(spec)
+            self._inputs = replace(self._inputs, environment=msgspec.to_builtins(spec))
         self.inbox.wake()
 
     async def _read_groups(self) -> None:
@@ -251,14 +253,10 @@ class JobRunner:
         rest_s = TICK_S
         await self._commit(self.run.extend(self.record.extensions, bus_time()))
         while not self.run.state.finished:
-            self.run.desired = self.desired_state.desired
-            self.run.cancel_now, self.run.requested = self.desired_state.cancel_now, self.desired_state.wants_checkpoint
-            self.run.last_checkpoint = self.desired_state.record.last_checkpoint
-            self.run.replays = self.desired_state.replays
-            self.desired_state.steer(self.run)
+            self._inputs = self.desired_state.inputs(self.run, self._inputs)
             await self._commit(self.desired_state.amend(self.run, bus_time()))
             self._check_limits()
-            decided = self.run.decide(bus_time())
+            decided = self.run.decide(self.inputs)
             await self._commit(decided)
             if self.run.state.finished:
                 break
@@ -267,9 +265,9 @@ class JobRunner:
             await self._evaluate()
             await self._follow_best()
             await self._settle_operations()
-            is_asking, is_told = self.commands.follow(self.run), self._report_status()
+            is_asking, is_told = self.commands.follow(self.run, self.inputs), self._report_status()
             if self._may_finish():
-                await self._commit(self.run.finish(bus_time(), summary.summary_of(self.run.state)))
+                await self._commit(self.run.finish(self.inputs, summary.summary_of(self.run.state)))
                 break
             is_idle = not (self._decided or is_asking or self.desired_state.pending)
             self._decided, rest_s = False, min(2 * rest_s, IDLE_S) if is_idle else TICK_S
@@ -289,15 +287,15 @@ class JobRunner:
         limit, started = self.run.config.limits.timeout_s, self.record.created_at.timestamp()
         if limit is not None and bus_time() - started > limit:
             text = f"limits.timeout_s: {limit:g} s are over"
-            self.run.failure = self.run.failure or JobFailure(code="timeout", message=text)
-        self.run.stop_early = self.measures.goals.stop_reason
+            self.run.fail(JobFailure(code="timeout", message=text))
+        self._inputs = replace(self._inputs, stop_early=self.measures.goals.stop_reason)
 
     def _may_finish(self) -> bool:
         run, state = self.run, self.run.state
         if (
             state.finished
             or state.checkpoint is None
-            or not run.training_done
+            or not run.training_done(self.inputs)
             or self.desired_state.desired == "paused"
         ):
             return False
@@ -315,6 +313,14 @@ class JobRunner:
         self.inbox.wake()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> Inputs:
+        """The inputs of a decision that is made now."""
+        return replace(self._inputs, now=bus_time(), evaluated=self.measures.evaluated)
+
+    def _on_announced(self, version: int) -> None:
+        self._inputs = replace(self._inputs, announced=version)
 
     async def _commit(self, events: list[Event]) -> None:
         """Append the decisions of the live supply and ``events`` to the ledger, apply them to the core (``JobRun``),
@@ -399,18 +405,18 @@ class JobRunner:
 
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
-            described = not self.run.lacks_environment
+            described = not self.run.lacks_environment(self.inputs)
             reason = "" if described else "no env worker has described the simulator of this job yet"
-            return Ack(ok=described, reason=reason, data=summary.start_of(self.run))
-        now = bus_time()
+            return Ack(ok=described, reason=reason, data=summary.start_of(self.run, self.inputs))
+        inputs = self.inputs
         try:
-            events = self.run.on_report(report, now)
+            events = self.run.on_report(report, inputs)
         except Refusal as refusal:
             return Ack(ok=False, reason=str(refusal))
         if report.kind == "failed":
             error = JobFailure(code="trainer_failed", message=f"trainer: {report.reason}", service="trainer")
-            self.run.failure = self.run.failure or error
-            while events := self.run.decide(bus_time()):  # end the job in the ledger before acknowledging
+            self.run.fail(error)
+            while events := self.run.decide(self.inputs):  # end the job in the ledger before acknowledging
                 await self._commit(events)
             return Ack(ok=True)
         if report.kind in ("not_rolled_back", "fell_back"):
@@ -419,7 +425,7 @@ class JobRunner:
         if report.kind == "halted":
             return await self._halt(f"batch {report.batch} is not trained: {report.reason}")
         if events:
-            await self._record(report, events, now)
+            await self._record(report, events, inputs.now)
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
 
     async def _record(self, report: Report, events: list[Event], now: float) -> None:
@@ -435,7 +441,7 @@ class JobRunner:
             values = self.measures.values_of(report, batch, self.run.candidates, now, live)
             events = [msgspec.structs.replace(one, metrics=values) if isinstance(one, BatchTrained) else one
                       for one in events]  # fmt: skip
-        await self._commit(events + self.run.decide(now, after=events))
+        await self._commit(events + self.run.decide(replace(self.inputs, now=now), after=events))
         for event in events:
             if isinstance(event, BatchTrained):
                 self.measures.after_update(event, self.journal.last_seq, state)
@@ -447,15 +453,15 @@ class JobRunner:
         if report.kind == "fell_back":
             self.outbox.event("error", "checkpoint_damaged", report.reason, number=report.batch)
         else:
-            self.run.give_up_rollback(report.reason)
+            self.run.give_up_rollback(self.inputs, report.reason)
 
     async def _halt(self, reason: str) -> Ack:
         """Pause the job for ``reason``. A batch that is not trained stays sealed; resuming the job retries it."""
         self.outbox.event("error", "halted", reason)
         with contextlib.suppress(Conflict):  # the job is being cancelled or has ended
             self.update_record(await self.store.set_desired(self.job, "paused"))
-        self.run.desired = self.desired_state.desired
-        if self.run.desired != "running":
+        self._inputs = replace(self._inputs, desired=self.desired_state.desired)
+        if self._inputs.desired != "running":
             await self._commit(self.run.halt(reason, bus_time()))
         return Ack(ok=True)
 
@@ -479,7 +485,7 @@ class JobRunner:
             return
         count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         if draw is not None:
-            await self._commit(self.run.on_dead_letter(draw, bus_time()))
+            await self._commit(self.run.on_dead_letter(draw, self.inputs))
         self.outbox.event("warning", "dead_letter", f"message {seq} of {stream}: {reason} ({attempts} attempts)")
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
@@ -505,10 +511,10 @@ class JobRunner:
             return
         if measures.end_evaluation(state, now):
             self._decided = True  # the run may have reached its goal
-            await self._commit(self.run.decide(now))
-        if self.run.rollback is not None:  # this version will be abandoned
+            await self._commit(self.run.decide(replace(self.inputs, now=now)))
+        if self.run.rollback(self.inputs) is not None:  # this version will be abandoned
             return
-        tickets = measures.begin_evaluation(state, final=self.run.training_done, now=now, epoch=self.epoch)
+        tickets = measures.begin_evaluation(state, final=self.run.training_done(self.inputs), now=now, epoch=self.epoch)
         if tickets:
             await self.publisher.publish_tickets(tickets)
 
@@ -517,10 +523,11 @@ class JobRunner:
         trainer."""
         goals, state = self.measures.goals, self.run.state
         await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=bus_time())])
-        self.run.new_best = goals.wanted(state)
+        self._inputs = replace(self._inputs, new_best=goals.wanted(state))
 
     async def _settle_operations(self) -> None:
-        replayed = await self.desired_state.replay(self.run, DeadLetterQueue(self.bus), self._commit, self.supply)
+        letters = DeadLetterQueue(self.bus)
+        replayed = await self.desired_state.replay(self.run, self.inputs, letters, self._commit, self.supply)
         for done in [*self.desired_state.settle(self.run), *replayed]:
             self.outbox.later(partial(self.store.finish_operation, self.job, done))
 
@@ -532,8 +539,9 @@ class JobRunner:
         if not force and time.monotonic() - self._reported < TICK_S:
             return False
         self._reported = time.monotonic()
-        self._onsets.look(self.job, self.run, self.measures.plan, bus_time())
-        state, seen = self.run.state, summary.status_of(self.run, self.desired_state.desired)
+        inputs = self.inputs
+        self._onsets.look(self.job, self.run, inputs, self.measures.plan)
+        state, seen = self.run.state, summary.status_of(self.run, inputs, self.desired_state.desired)
         self.measures.look(ended=bool(state.finished))
         self._warnings = health_warnings(self.measures.health, self._warnings, bus_datetime())
         fields = {
@@ -561,7 +569,7 @@ class JobRunner:
             self.outbox.event("warning", "worker_problem", message, worker=worker, service=service)
         before, self._known = (
             self._known,
-            conditions(self.run, self.job, self.members, self._known, clock=clock, now=now),
+            conditions(self.run, self.inputs, self.job, self.members, self._known, clock=clock, now=now),
         )
         self._report_clocks(before)
         return self._known
@@ -579,11 +587,11 @@ class JobRunner:
 
     def why(self) -> list[dict[str, Any]]:
         """Return a row for each thing that the job waits for."""
-        now, blocked = bus_time(), self.retry.blocked
+        inputs, blocked = self.inputs, self.retry.blocked
         if not self.ready:
-            return recovery_waits(self.job, blocked, now, self._leads_since)
+            return recovery_waits(self.job, blocked, inputs.now, self._leads_since)
         rows = explain_waits(
-            self.job, self.run, self.measures.plan, self.members,
-            clock=time.monotonic(), now=now, onsets=self._onsets, blocked=blocked,
+            self.job, self.run, inputs, self.measures.plan, self.members,
+            clock=time.monotonic(), onsets=self._onsets, blocked=blocked,
         )  # fmt: skip
-        return rows + (self.supply.waits(self.run, now) if self.supply is not None else [])
+        return rows + (self.supply.waits(self.run, inputs) if self.supply is not None else [])

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.services.coordinator.training.promotion import PromotionGate
 from penstock.shared.errors import Conflict, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -48,10 +47,13 @@ class ServedVersionPublisher:
 
     Args:
         promoted: returns the newest promotion in the ledger.
+        on_announced: receives the promoted version when the manifest that engines watch contains it.
     """
 
-    def __init__(self, bus: Bus, job: str, gate: PromotionGate, promoted: Callable[[], Promoted | None]) -> None:
-        self._bus, self._job, self._gate, self._promoted = bus, job, gate, promoted
+    def __init__(
+        self, bus: Bus, job: str, promoted: Callable[[], Promoted | None], on_announced: Callable[[int], None]
+    ) -> None:
+        self._bus, self._job, self._promoted, self._on_announced = bus, job, promoted, on_announced
         self._candidate: _Announced | None = None
         self._standing: _Announced | None = None
         """Manifest that the bucket contains for the served version; ``_revision`` is the revision of its entry."""
@@ -98,7 +100,7 @@ class ServedVersionPublisher:
         if standing is not None and standing.version > served.version:  # a later leader has published it
             return
         if standing is not None and standing.manifest == served.manifest:
-            self._gate.announced = served.version
+            self._on_announced(served.version)
             return
         kv = self._bus.kv(subjects.MANIFESTS)
         try:
@@ -110,4 +112,4 @@ class ServedVersionPublisher:
             return
         if revision > self._revision:
             self._standing, self._revision = served, revision
-            self._gate.announced = served.version
+            self._on_announced(served.version)

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.services.coordinator.training.canary import row_of
 from penstock.services.coordinator.training.gate import Verdict
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.service import checkpoint_path
@@ -58,7 +59,7 @@ def canary_of(run: JobRun) -> dict[str, Any] | None:
     return row_of(gate.config.canary, canary, gate.arms(run.state))
 
 
-def phase_of(run: JobRun, desired: str) -> str:
+def phase_of(run: JobRun, inputs: Inputs, desired: str) -> str:
     """Return the phase of a job as shown to users; ``desired`` is the requested state."""
     state = run.state
     if state.finished:
@@ -66,18 +67,18 @@ def phase_of(run: JobRun, desired: str) -> str:
     if desired == "cancelled":
         return "cancelling"
     if desired == "paused":
-        settled = run.halted or not (state.trainable or run.wants_checkpoint)
+        settled = run.halted(inputs) or not (state.trainable or run.wants_checkpoint(inputs))
         return "paused" if settled else "pausing"
     return "running" if state.checkpoint is not None or state.started else "pending"
 
 
-def status_of(run: JobRun, desired: str) -> dict[str, Any]:
+def status_of(run: JobRun, inputs: Inputs, desired: str) -> dict[str, Any]:
     """Return the part of a job's status that its run determines."""
-    state, phase = run.state, phase_of(run, desired)
+    state, phase = run.state, phase_of(run, inputs, desired)
     failure, promoted = run.failure.message if run.failure is not None else "", state.promoted
     return {
         "phase": phase,
-        "message": failure or run.halted or run.stop_early,
+        "message": failure or run.halted(inputs) or inputs.stop_early,
         "error": run.failure if phase == "failed" else None,
         "step": state.updates,
         "policy_version": state.version,
@@ -105,13 +106,13 @@ def retention_of(run: JobRun) -> dict[str, Any]:
     return {"pinned": run.state.pinned, "keep": run.config.checkpoint.keep}
 
 
-def start_of(run: JobRun) -> dict[str, Any]:
+def start_of(run: JobRun, inputs: Inputs) -> dict[str, Any]:
     """Return the point from which a trainer continues the job.
 
     ``served``: an older version that engines still need; the trainer recomputes it on the way. ``rollback``: the batch
     after which the trainer must discard the lineage, and why.
     """
-    state, rollback, served = run.state, run.rollback, run.state.promoted
+    state, rollback, served = run.state, run.rollback(inputs), run.state.promoted
     behind = served is not None and served.version != state.version
     checkpoint = state.checkpoint
     if rollback is not None:
@@ -128,7 +129,7 @@ def start_of(run: JobRun) -> dict[str, Any]:
         "served": {"number": served.number, "version": served.version} if served is not None and behind else None,
         "rollback": None if rollback is None else asdict(rollback),
         "batches": _rows_of(state, state.after(after)),
-        "environment": state.environment or run.environment,
+        "environment": state.environment or inputs.environment,
         **_older(state, checkpoint),
     }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.leader.evaluation import EvaluationPlan
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.retry import Blocked
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.protocol import subjects
@@ -32,10 +33,10 @@ class Onsets:
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
 
-    def look(self, job: str, run: JobRun, plan: EvaluationPlan, now: float) -> None:
+    def look(self, job: str, run: JobRun, inputs: Inputs, plan: EvaluationPlan) -> None:
         """Record the start of new waits, and forget waits that have ended."""
-        open_ = {(one.subject, one.id) for one in _own_waits(job, run, plan)}
-        self._since = {key: self._since.get(key, now) for key in open_}
+        open_ = {(one.subject, one.id) for one in _own_waits(job, run, inputs, plan)}
+        self._since = {key: self._since.get(key, inputs.now) for key in open_}
 
     def of(self, wait: Wait, now: float) -> float:
         """Return the start of ``wait`` (Unix seconds)."""
@@ -43,18 +44,20 @@ class Onsets:
 
 
 def explain_waits(
-    job: str, run: JobRun, plan: EvaluationPlan, members: Members, *, clock: float, now: float, onsets: Onsets,
+    job: str, run: JobRun, inputs: Inputs, plan: EvaluationPlan, members: Members, *, clock: float, onsets: Onsets,
     blocked: Blocked | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return the waits, most important first. ``clock`` is monotonic (heartbeats), ``now`` is Unix time (deadlines).
+    """Return the waits, most important first. ``clock`` is monotonic (heartbeats), ``inputs.now`` is Unix time
+    (deadlines).
 
     ``blocked``: a write that the leader cannot complete, so that it makes no decisions.
     """
     if run.state.finished:
         return []
+    now = inputs.now
     rows = blocked_waits(job, blocked, now)
     rows += worker_waits(job, members, clock, now, run.config.services)
-    for wait in _own_waits(job, run, plan):
+    for wait in _own_waits(job, run, inputs, plan):
         holder = _worker_of(job, wait.service, members, clock)
         age_s = now - onsets.of(wait, now)
         rows.append(wait_row(wait.what, wait.subject, wait.id, holder=holder, age_s=age_s))
@@ -75,11 +78,11 @@ def blocked_waits(job: str, blocked: Blocked | None, now: float) -> list[dict[st
     return [wait_row(what, blocked.subject, job, age_s=now - blocked.since)]
 
 
-def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
+def _own_waits(job: str, run: JobRun, inputs: Inputs, plan: EvaluationPlan) -> Iterator[Wait]:
     """Yield waits that follow from the ledger and the desired state."""
     state = run.state
-    if run.desired == "paused":
-        reason = f" ({run.halted})" if run.halted else ""
+    if inputs.desired == "paused":
+        reason = f" ({halted})" if (halted := run.halted(inputs)) else ""
         yield Wait(f"a request to resume{reason}", subjects.JOBS, job)
     if state.checkpoint is None:
         what = "the initial checkpoint (warm start and version 0)"
@@ -88,9 +91,9 @@ def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
     if (current := plan.current) is not None:
         what = f"evaluation of version {current.version}: {len(current.expected)} prompts left"
         yield Wait(what, subjects.evaluation(job), f"update {current.point}", since=current.started)
-    if run.new_best:
-        yield Wait(f"a checkpoint: {run.new_best}", subjects.command(job), job, service="trainer")
-    yield from _version_waits(job, run)
+    if inputs.new_best:
+        yield Wait(f"a checkpoint: {inputs.new_best}", subjects.command(job), job, service="trainer")
+    yield from _version_waits(job, run, inputs)
     if state.version == state.forked:
         what = f"the first update since training went back: {state.fork_reason}"
         yield Wait(what, subjects.ledger(job), f"version {state.version}")
@@ -106,19 +109,19 @@ def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
         yield Wait(what, subjects.experience(job), f"checkpoint {state.checkpoint.number}", service="trainer")
 
 
-def _version_waits(job: str, run: JobRun) -> Iterator[Wait]:
+def _version_waits(job: str, run: JobRun, inputs: Inputs) -> Iterator[Wait]:
     """Yield waits for a promotion, the publication of a served version, or a rollback."""
     state = run.state
     if run.promotion is not None and state.promoted is not None:
         status, reason, message = run.promotion.fact(state)
         if status != "True":
             yield Wait(f"promotion ({reason}): {message}", subjects.ledger(job), f"version {state.version}")
-        elif run.promotion.announced != state.promoted.version:
+        elif inputs.announced != state.promoted.version:
             what = f"the trainer to publish version {state.promoted.version}, which is to be served"
             yield Wait(what, subjects.MANIFESTS, subjects.candidate_manifest(job), service="trainer")
-    if run.rollback is not None:
-        what = f"the trainer to go back to where it was after batch {run.rollback.number}: {run.rollback.reason}"
-        yield Wait(what, subjects.command(job), f"batch {run.rollback.number}", service="trainer")
+    if (rollback := run.rollback(inputs)) is not None:
+        what = f"the trainer to go back to where it was after batch {rollback.number}: {rollback.reason}"
+        yield Wait(what, subjects.command(job), f"batch {rollback.number}", service="trainer")
 
 
 def wait_row(

@@ -23,6 +23,7 @@ from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import canonical_id
 from penstock.services.coordinator.payload import whole_of
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.restart import earliest_start
 from penstock.services.coordinator.training.retry import Retry
@@ -487,15 +488,15 @@ class LiveSupply:
         }
         return self._funnel.row() | waiting
 
-    def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
+    def waits(self, run: JobRun, inputs: Inputs) -> list[dict[str, Any]]:
         """Return a row about the wait for feedback, or [] while a batch is in training or the job waits for something
         else."""
         state = run.state
-        if state.trainable or state.finished or state.checkpoint is None or run.desired == "paused":
+        if state.trainable or state.finished or state.checkpoint is None or inputs.desired == "paused":
             return []
         if state.canary is not None:  # feedback makes no batch during a trial
             return []
         unsealed = [state.admissions[draw.ordinal].time for draw, info in state.open.items() if not info.batch]
-        age_s = now - min(unsealed, default=self._idle_since)
+        age_s = inputs.now - min(unsealed, default=self._idle_since)
         what = f"feedback (WaitingForFeedback): {self.source.waiting(state)}"
         return [wait_row(what, subjects.feedback(self.job), self.job, age_s=age_s)]

@@ -14,8 +14,9 @@ from msgspec.structs import replace
 from penstock.services.coordinator.training.draws import OpenDraw
 from penstock.services.coordinator.training.gate import MAX_REDRAWS, Candidate, Verdict, choose, has_signal
 from penstock.services.coordinator.training.hyperparameters import hyperparameters_of
+from penstock.services.coordinator.training.inputs import Inputs, Rollback
 from penstock.services.coordinator.training.ledger import NO_SIGNAL, WRONG_WEIGHTS, LedgerState
-from penstock.services.coordinator.training.promotion import PromotionGate, Rollback
+from penstock.services.coordinator.training.promotion import PromotionGate
 from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.protocol.events import (
     BatchRefused,
@@ -43,7 +44,7 @@ Progress = tuple[Literal["True", "False"], str, str]
 
 
 class RunFacts(Protocol):
-    """Inputs of a decision."""
+    """State of a run that a decision reads, but never changes."""
 
     config: AnyTraining
     state: LedgerState
@@ -53,15 +54,12 @@ class RunFacts(Protocol):
     num_ordinals: int | None
     row_bytes: int
     writer_epoch: int
-    desired: str
-    stop_early: str
-    replays: int
     hold: Callable[[int], bool]
     source: DrawSource
     promotion: PromotionGate | None
 
-    def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Return the rollback that ``state`` requires, or None."""
+    def rollback_of(self, state: LedgerState, inputs: Inputs) -> Rollback | None:
+        """Return the rollback that ``state`` or ``inputs`` require, or None."""
         ...
 
 
@@ -122,8 +120,8 @@ def copy_state(state: LedgerState) -> LedgerState:
 class Draft:
     """Collects the events of one decision, and applies them to a copy of the ledger's state."""
 
-    def __init__(self, run: RunFacts, state: LedgerState, now: float) -> None:
-        self.run, self.state, self.now = run, state, now
+    def __init__(self, run: RunFacts, state: LedgerState, inputs: Inputs) -> None:
+        self.run, self.state, self.inputs, self.now = run, state, inputs, inputs.now
         self.config = run.config
         self.candidates = dict(run.candidates)
         self.acceptable: dict[Draw, Candidate] = {}
@@ -140,7 +138,7 @@ class Draft:
     # -- phases ------------------------------------------------------------------------------------------------------
 
     def phase(self) -> None:
-        target = "paused" if self.run.desired == "paused" else "running"
+        target = "paused" if self.inputs.desired == "paused" else "running"
         if self.state.phase != target:
             reason = "by request"
             self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=target, reason=reason))
@@ -174,7 +172,7 @@ class Draft:
         if gate is None:
             return
         self.run.source.judge(self)
-        event = gate.decide(self.state, writer_epoch=self.run.writer_epoch, now=self.now)
+        event = gate.decide(self.state, self.inputs, writer_epoch=self.run.writer_epoch)
         if event is not None:
             self.add(event)
 
@@ -238,7 +236,7 @@ class Draft:
             self.acceptable.pop(draw, None)
         self.freed_bytes += sum(candidate.header.nbytes for candidate in gone if candidate is not None)
         min_version, deadline = plan_draw(self.config, self.state, self.now)
-        redraw = redraw and self.run.source.redraws and self.run.desired != "cancelled"
+        redraw = redraw and self.run.source.redraws and self.inputs.desired != "cancelled"
         if redraw:
             self.oldest_missing = min(self.oldest_missing, min_version)
         self.add(
@@ -323,7 +321,7 @@ class Draft:
         number = state.next_number
         if number - state.last_trained > self.config.train.max_lag + 1 or run.hold(state.update_index(number)):
             return False
-        if run.promotion is not None and not run.promotion.lets_train(state):
+        if run.promotion is not None and not run.promotion.lets_train(state, self.inputs.announced):
             return False
         remaining = self.remaining_batches()
         return remaining is None or remaining > 0
@@ -341,9 +339,9 @@ class Draft:
         return max(int(gap), limit - state.updates - len(state.sealed))
 
     def may_draw(self) -> bool:
-        run, state = self.run, self.state
-        wanted = state.phase == "running" and run.desired == "running" and not run.stop_early
-        return wanted and run.rollback_of(state) is None
+        state, inputs = self.state, self.inputs
+        wanted = state.phase == "running" and inputs.desired == "running" and not inputs.stop_early
+        return wanted and self.run.rollback_of(state, inputs) is None
 
     def draw(self) -> None:
         if self.may_draw():
@@ -378,7 +376,7 @@ class TicketSource:
         """Open draws for the next batches, as far as the lag bound, the slots in flight and the byte budget allow."""
         run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
-        room = config.max_draws - len(state.open) - run.replays
+        room = config.max_draws - len(state.open) - draft.inputs.replays
         if room <= 0:
             return
         planned = sorted(info.min_version for info in state.open.values() if not info.batch)

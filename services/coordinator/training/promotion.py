@@ -8,11 +8,11 @@ bound. After `online.promotion.patience` refusals in a row training rolls back t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from penstock.services.coordinator.training.canary import Arm, arms_of, verdict_of
+from penstock.services.coordinator.training.inputs import Evaluated, Inputs, Rollback
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -27,7 +27,7 @@ from penstock.shared.protocol.events import (
     PromotionRefused,
 )
 
-__all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
+__all__ = ["Decided", "PromotionGate", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
 
 Decided = Promoted | PromotionRefused | CanaryBegun
 """Events that decide on a version: it is promoted, refused, or put on trial."""
@@ -40,36 +40,11 @@ FIGURES = {
 """Metrics of an update that have bounds, with the config key of each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The newest complete evaluation: its version and its values."""
-
-    version: int
-    values: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Rollback:
-    """A rollback of training to its state after batch ``number``; ``operation`` is the request, or ''."""
-
-    number: int
-    reason: str
-    operation: str = ""
-
-
 class PromotionGate:
-    """Decides if the newest version of an online job is served.
+    """Decides if the newest version of an online job is served."""
 
-    Args:
-        evaluated: returns the newest evaluation, None before the first.
-    """
-
-    def __init__(self, config: PromotionConfig, evaluated: Callable[[], Evaluated | None]) -> None:
-        self.config, self._evaluated = config, evaluated
-        self.forced = -1
-        """Version that a user forces to be served in spite of its measurements; -1: none."""
-        self.announced = -1
-        """Version in the manifest that engines watch; -1: unknown."""
+    def __init__(self, config: PromotionConfig) -> None:
+        self.config = config
         self._judged: Mapping[str, Judged] = {}
         self._arms = arms_of([])
 
@@ -78,10 +53,10 @@ class PromotionGate:
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 
-    def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Decided | None:
+    def decide(self, state: LedgerState, inputs: Inputs, *, writer_epoch: int) -> Decided | None:
         """Return the event that decides on ``state.version``; None if it was decided before, or is not measured yet."""
-        figures = self._figures(state)
-        reason, known = self._grant(state, figures)
+        now, figures = inputs.now, self._figures(state, inputs.evaluated)
+        reason, known = self._grant(state, figures, inputs.forced)
         flaws = [] if reason or self._is_decided(state) else self._flaws(state, figures)
         if reason == "passed" and self.config.canary is not None:
             canary = state.canary
@@ -125,7 +100,7 @@ class PromotionGate:
             self._judged, self._arms = state.judged, arms_of(state.judged.values())
         return self._arms
 
-    def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
+    def _grant(self, state: LedgerState, figures: Mapping[str, float], forced: int) -> tuple[str, Mapping[str, float]]:
         """Return ``(reason to promote the newest version now, figures to record)``; the reason is '' if it is not
         promoted."""
         served, metric = state.promoted, self.config.metric
@@ -136,7 +111,7 @@ class PromotionGate:
         if state.forked == state.version and self._is_wanted_fork(state, served):
             return "rolled back", served.figures if served.digest == state.digest else {}
         unknown = self.config.max_drop is not None and metric not in figures
-        if self.forced == state.version and not (unknown and state.sealed):  # otherwise it would stay unmeasured
+        if forced == state.version and not (unknown and state.sealed):  # otherwise it would stay unmeasured
             return "by request", figures
         if state.canary is not None:  # it kept the bounds when the trial began
             return "passed", state.canary.figures
@@ -169,9 +144,9 @@ class PromotionGate:
     def _is_decided(state: LedgerState) -> bool:
         return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
 
-    def _figures(self, state: LedgerState) -> dict[str, float]:
+    def _figures(self, state: LedgerState, evaluated: Evaluated | None) -> dict[str, float]:
         """Return the figures of the newest version; a non-finite held-out reward counts as not measured."""
-        evaluated, metric = self._evaluated(), self.config.metric
+        metric = self.config.metric
         if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
             return dict(state.figures)
         value = evaluated.values.get(metric, math.nan)
@@ -197,15 +172,15 @@ class PromotionGate:
             return None
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
-    def lets_train(self, state: LedgerState) -> bool:
-        """Return True if another batch may be sealed.
+    def lets_train(self, state: LedgerState, announced: int) -> bool:
+        """Return True if another batch may be sealed while engines know the ``announced`` version.
 
         Only one batch is sealed at a time, so that the served version keeps its weight slot. During a trial none is
         sealed, because the version on trial uses the other slot.
         """
         if state.sealed or state.canary is not None:
             return False
-        return state.promoted is not None and self.announced == state.promoted.version
+        return state.promoted is not None and announced == state.promoted.version
 
     def fact(self, state: LedgerState) -> tuple[Literal["True", "False", "Unknown"], str, str]:
         """Return status, reason and message of the condition `PromotionAllowed`."""
@@ -227,10 +202,10 @@ class PromotionGate:
         return "Unknown", "NotMeasured", f"version {state.version} is not measured yet; {kept}"
 
 
-def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> PromotionGate | None:
+def gate_of(config: AnyTraining) -> PromotionGate | None:
     """Return the gate of a job; None if it always serves the newest version."""
     promotion = config.online.promotion if isinstance(config, OnlineJob) else None
-    return None if promotion is None else PromotionGate(promotion, evaluated)
+    return None if promotion is None else PromotionGate(promotion)
 
 
 def broken_bounds(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.services.coordinator.training.decision import RunFacts, plan_draw
 from penstock.services.coordinator.training.gate import MAX_REDRAWS
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.restart import earliest_start
 from penstock.shared.protocol.events import (
@@ -25,7 +26,7 @@ class Refusal(Exception):  # noqa: N818
     """A report that contradicts the ledger. The sender gets the reason, and must re-read its state or step down."""
 
 
-def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
+def events_of_report(run: RunFacts, report: Report, inputs: Inputs) -> list[Event]:
     """Return the events of a report, or [] if the ledger has it already.
 
     Raises:
@@ -35,13 +36,13 @@ def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
         raise Refusal(f"fenced: trainer epoch {report.epoch} < {run.state.trainer_epoch}")
     match report.kind:
         case "trained":
-            return _trained(run, report, now)
+            return _trained(run, report, inputs.now)
         case "refused":
-            return _refused(run, report, now)
+            return _refused(run, report, inputs.now)
         case "checkpointed":
-            return _checkpointed(run, report, now)
+            return _checkpointed(run, report, inputs.now)
         case "forked":
-            return _forked(run, report, now)
+            return _forked(run, report, inputs)
         case "failed" | "halted" | "not_rolled_back" | "fell_back":
             return []  # nothing to record, but the check above applies
         case _:
@@ -167,13 +168,13 @@ def _needed_after(run: RunFacts, start: int) -> int:
     return min(needed, default=max((seq + num_parts(nbytes) for seq, nbytes in run.stored.items()), default=1))
 
 
-def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
+def _forked(run: RunFacts, report: Report, inputs: Inputs) -> list[Event]:
     state = run.state
     if (report.version, report.version, report.digest) == (state.version, state.forked, state.digest):
         return []
     if report.version <= state.version:
         raise Refusal(f"a fork continues above version {state.version}, not at {report.version}")
-    wanted = run.rollback_of(state)
+    wanted = run.rollback_of(state, inputs)
     if report.rollback is not None and (wanted is None or wanted.number != report.rollback):
         raise Refusal(f"nobody wants training to go back to batch {report.rollback} any more")
     kept = wanted is not None and report.batch in state.after(wanted.number)[:1]
@@ -181,14 +182,14 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
     return [
         LineageForked(
             writer_epoch=run.writer_epoch,
-            time=now,
+            time=inputs.now,
             from_batch=report.batch,
             version=report.version,
             digest=report.digest,
             reason=_reason_of_fork(run, report),
             trainer_epoch=report.epoch,
             min_version=report.version,
-            deadline=now + run.config.train.draw_timeout_s,
+            deadline=inputs.now + run.config.train.draw_timeout_s,
             operation=wanted.operation if wanted is not None and kept else "",
             redraw=redraw,
             draws=[] if redraw else _given_up(state, report.batch),

@@ -1,8 +1,9 @@
 """One job's run: the pure core of the coordinator. It has no clock and no bus.
 
-The runner passes in groups (by header), reports of the trainer and the time. ``decide`` returns the events of one
-atomic decision, which the runner appends to the ledger and passes to ``commit``. ``commit`` returns the effects:
-tickets to publish, groups to delete, batches to announce. All of them are derived from the ledger and safe to repeat.
+The runner passes in groups (by header), reports of the trainer, and with each call the ``Inputs``: the time and other
+facts of that moment. ``decide`` returns the events of one atomic decision, which the runner appends to the ledger and
+passes to ``commit``. ``commit`` returns the effects: tickets to publish, groups to delete, batches to announce. All of
+them are derived from the ledger and safe to repeat. Only this module writes the fields of a run.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from penstock.services.coordinator.training.decision import Draft, DrawSource, TicketSource, copy_state, plan_draw
 from penstock.services.coordinator.training.gate import MAX_REDRAWS, Candidate, Verdict, judge
+from penstock.services.coordinator.training.inputs import Inputs, Rollback
 from penstock.services.coordinator.training.ledger import HALTED, LedgerState
-from penstock.services.coordinator.training.promotion import PromotionGate, Rollback
+from penstock.services.coordinator.training.promotion import PromotionGate
 from penstock.services.coordinator.training.reports import events_of_report
 from penstock.shared.config.jobs.amendable import settings_of
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
@@ -77,6 +78,7 @@ class JobRun:
             an evaluation needs the version, or its weights need a checkpoint.
         source: source of draws; default: the data order, by tickets.
         promotion: decides which version is served; None: the newest.
+        failure: failure that the ledger records for a run that has ended.
         data_dir: directory that contains the checkpoints.
     """
 
@@ -91,6 +93,7 @@ class JobRun:
         hold: Callable[[int], bool] = lambda point: False,
         source: DrawSource | None = None,
         promotion: PromotionGate | None = None,
+        failure: JobFailure | None = None,
         data_dir: Path = Path(),
     ) -> None:
         self.config = config
@@ -102,39 +105,26 @@ class JobRun:
         self.source: DrawSource = source or TicketSource()
         self.promotion = promotion
         self.data_dir = data_dir
-        self.asked_rollback: Rollback | None = None
-        """Rollback that a user requested."""
         self.failed_rollbacks: dict[str, str] = {}
         """Request -> reason, of the rollbacks that the trainer could not carry out."""
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
         """EXPERIENCE sequence (of the first message) -> bytes, of every group of this job in the stream."""
         self.stored_bytes = 0
-        self.desired = "running"
-        self.cancel_now = False
-        """True if a cancelled run ends without training the sealed batches and without a last checkpoint."""
-        self.last_checkpoint = True
-        """True if a cancelled run checkpoints before it ends."""
         self.failed_streak = 0
-        self.failure: JobFailure | None = None
-        self.stop_early = ""
-        self.new_best = ""
-        """Reason for a checkpoint because a metric has a new best value, or '' if none is needed."""
-        self.requested = False
-        """True if the user requested a checkpoint."""
+        self.failure = failure
         self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
         """EXPERIENCE sequences of the groups in sealed or trained batches of this lineage."""
         self.batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
-        self.environment: dict[str, Any] | None = None
-        """Description of the simulator of an embodied job; None until an env worker returns it."""
-        self.replays = 0
-        """Number of dead letters to replay, for which the run reserves slots in flight."""
 
-    @property
-    def halted(self) -> str:
-        """Reason for which the trainer paused the job, until a user resumes the job; '' if the trainer did not pause
-        it."""
-        return self.state.halted if self.desired != "running" else ""
+    def fail(self, failure: JobFailure) -> None:
+        """End the run with ``failure`` in the next decision, unless it has failed before."""
+        self.failure = self.failure or failure
+
+    def halted(self, inputs: Inputs) -> str:
+        """Return the reason for which the trainer paused the job, until a user resumes the job; '' if the trainer did
+        not pause it."""
+        return self.state.halted if inputs.desired != "running" else ""
 
     def halt(self, reason: str, now: float) -> list[Event]:
         """Return the event that records that the trainer paused the job for ``reason``, or [] if the ledger has it."""
@@ -146,26 +136,30 @@ class JobRun:
             )
         ]
 
-    def rollback_of(self, state: LedgerState) -> Rollback | None:
+    def rollback_of(self, state: LedgerState, inputs: Inputs) -> Rollback | None:
         """Return the rollback that is due, by request or because ``state`` has too many refused versions, or None."""
-        if self.asked_rollback is not None or self.promotion is None:
-            return self.asked_rollback
+        asked = self._asked_rollback(inputs)
+        if asked is not None or self.promotion is None:
+            return asked
         return self.promotion.rollback(state)
 
-    def give_up_rollback(self, reason: str) -> None:
+    def _asked_rollback(self, inputs: Inputs) -> Rollback | None:
+        asked = inputs.rollback
+        return None if asked is None or asked.operation in self.failed_rollbacks else asked
+
+    def give_up_rollback(self, inputs: Inputs, reason: str) -> None:
         """Record that the trainer cannot read the checkpoint of a requested rollback."""
-        if self.asked_rollback is not None:
-            self.failed_rollbacks[self.asked_rollback.operation] = reason
-            self.asked_rollback = None
+        asked = self._asked_rollback(inputs)
+        if asked is not None:
+            self.failed_rollbacks[asked.operation] = reason
 
     def path_of(self, checkpoint: Checkpointed) -> Path:
         """Return the directory of a checkpoint on this host."""
         return checkpoint_path(self.data_dir, checkpoint.path)
 
-    @property
-    def rollback(self) -> Rollback | None:
-        """The rollback that is due, or None."""
-        return self.rollback_of(self.state)
+    def rollback(self, inputs: Inputs) -> Rollback | None:
+        """Return the rollback that is due, or None."""
+        return self.rollback_of(self.state, inputs)
 
     def amend(self, config: AnyTraining, generation: int, now: float) -> list[Event]:
         """Use ``config`` from the next batch on; return the event that records it, or [] if no setting changes."""
@@ -214,7 +208,7 @@ class JobRun:
                 reason = header.error or "scorers failed on every completion"
                 fate = "were lost" if isinstance(self.config, EmbodiedJob) else "could not be scored"
                 text = f"{self.failed_streak} groups in a row {fate}: {reason}"
-                self.failure = self.failure or JobFailure(code="not_scored", message=text)
+                self.fail(JobFailure(code="not_scored", message=text))
         elif verdict is Verdict.ACCEPT:
             self.failed_streak = 0
         return verdict
@@ -253,20 +247,21 @@ class JobRun:
         """Number of policy updates of the whole run; None if the run continues until the data ends."""
         return self.config.train.max_updates
 
-    @property
-    def wants_checkpoint(self) -> str:
-        """Reason for which the trainer should write a checkpoint now, or '' if there is none."""
+    def wants_checkpoint(self, inputs: Inputs) -> str:
+        """Return the reason for which the trainer should write a checkpoint now, or '' if there is none."""
         state, checkpoint = self.state, self.state.checkpoint
-        unwanted = self.desired == "cancelled" and not self.last_checkpoint
+        unwanted = inputs.desired == "cancelled" and not inputs.last_checkpoint
         if checkpoint is None or checkpoint.number >= state.last_trained or unwanted:
             return ""
         if self.stored_bytes * 2 >= self.config.limits.byte_budget:
             return "byte budget half used"
-        if self.desired != "running" or self.training_done:
-            return "run is at an end" if self.training_done else "pause"
-        if self.rollback is not None:  # these updates will be discarded
+        training_done = self.training_done(inputs)
+        if inputs.desired != "running" or training_done:
+            return "run is at an end" if training_done else "pause"
+        if self.rollback(inputs) is not None:  # these updates will be discarded
             return ""
-        if wanted := self.new_best or ("request" if self.requested else self._deletion_waits_after(checkpoint.number)):
+        requested = "request" if inputs.checkpoint_requested else self._deletion_waits_after(checkpoint.number)
+        if wanted := inputs.new_best or requested:
             return wanted
         return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
 
@@ -299,12 +294,12 @@ class JobRun:
         """True if another draw may be in flight."""
         return len(self.state.open) < self.config.max_draws
 
-    @property
-    def training_done(self) -> bool:
-        """True if no further batch will be sealed or trained, not even a batch that waits behind a refused batch."""
-        if self.state.trainable or self.rollback is not None:
+    def training_done(self, inputs: Inputs) -> bool:
+        """Return True if no further batch will be sealed or trained, not even a batch that waits behind a refused
+        batch."""
+        if self.state.trainable or self.rollback(inputs) is not None:
             return False
-        if self.stop_early:
+        if inputs.stop_early:
             return True
         if self.max_batches is not None and self.state.updates >= self.max_batches:
             return True
@@ -313,23 +308,23 @@ class JobRun:
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
-    def decide(self, now: float, after: Sequence[Event] = ()) -> list[Event]:
+    def decide(self, inputs: Inputs, after: Sequence[Event] = ()) -> list[Event]:
         """Return the events of the next atomic decision, or [] if nothing is due. Does not change the run.
 
         ``after`` are events that will be committed in the same decision, before the returned ones.
         """
         if self.state.finished:
             return []
-        draft = Draft(self, copy_state(self.state), now)
+        draft = Draft(self, copy_state(self.state), inputs)
         for event in after:
             draft.state.apply(event)
         state = draft.state
         if not state.started:
-            return self._start(now)
+            return self._start(inputs)
         if self.failure is not None:
             draft.end("failed", self.failure.message, error=self.failure)
             return draft.events
-        if self.desired == "cancelled" and self._may_cancel(state):
+        if inputs.desired == "cancelled" and self._may_cancel(state, inputs):
             draft.end("cancelled", "cancelled by request")
             return draft.events
         if state.checkpoint is None:  # the initial policy does not exist yet
@@ -342,53 +337,52 @@ class JobRun:
         draft.draw()
         return draft.events
 
-    def _start(self, now: float) -> list[Event]:
+    def _start(self, inputs: Inputs) -> list[Event]:
         """Return the first event of the ledger, or [] until the job's simulator is described."""
-        if self.lacks_environment and self.desired != "cancelled" and self.failure is None:
+        if self.lacks_environment(inputs) and inputs.desired != "cancelled" and self.failure is None:
             return []
         return [
             JobStarted(
-                writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest,
-                settings=settings_of(self.config), environment=self.environment or {},
+                writer_epoch=self.writer_epoch, time=inputs.now, config_digest=self.config_digest,
+                settings=settings_of(self.config), environment=inputs.environment or {},
             )
         ]  # fmt: skip
 
-    @property
-    def lacks_environment(self) -> bool:
-        """True if the job cannot begin before an env worker has described its simulator."""
-        return isinstance(self.config, EmbodiedJob) and not self.state.started and self.environment is None
+    def lacks_environment(self, inputs: Inputs) -> bool:
+        """Return True if the job cannot begin before an env worker has described its simulator."""
+        return isinstance(self.config, EmbodiedJob) and not self.state.started and inputs.environment is None
 
-    def _may_cancel(self, state: LedgerState) -> bool:
+    def _may_cancel(self, state: LedgerState, inputs: Inputs) -> bool:
         """Return True if a cancelled run may end now.
 
         It first trains sealed batches and checkpoints, unless it must end now or its trainer cannot. Batches that wait
         for a refused one are not trained, because nothing is sealed any more.
         """
         checkpoint = state.checkpoint
-        if self.cancel_now or self.halted or checkpoint is None:
+        if inputs.cancel_now or self.halted(inputs) or checkpoint is None:
             return True
-        unsaved = self.last_checkpoint and checkpoint.number < state.last_trained
+        unsaved = inputs.last_checkpoint and checkpoint.number < state.last_trained
         return not (state.trainable or unsaved)
 
-    def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
+    def finish(self, inputs: Inputs, summary: dict[str, object]) -> list[Event]:
         """Return the last decision of a finished run, which drops the draws in flight."""
-        draft = Draft(self, copy_state(self.state), now)
-        draft.end("succeeded", self.stop_early or "done", summary)
+        draft = Draft(self, copy_state(self.state), inputs)
+        draft.end("succeeded", inputs.stop_early or "done", summary)
         return draft.events
 
-    def on_report(self, report: Report, now: float) -> list[Event]:
+    def on_report(self, report: Report, inputs: Inputs) -> list[Event]:
         """Return the events of a trainer's report, or [] if the ledger has the report already. Raises Refusal."""
-        return events_of_report(self, report, now)
+        return events_of_report(self, report, inputs)
 
-    def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
+    def on_dead_letter(self, draw: Draw, inputs: Inputs) -> list[Event]:
         """Return the events that drop the draw of an unusable message; [] if the draw has a group or is not open."""
         if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
             return []
-        draft = Draft(self, copy_state(self.state), now)
+        draft = Draft(self, copy_state(self.state), inputs)
         draft.drop_draws([draw], "dead_letter", redraw=draw.n < MAX_REDRAWS)
         return draft.events
 
-    def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
+    def replay_dead_letter(self, letter: int, draw: Draw, inputs: Inputs) -> list[Event]:
         """Return the event that draws a dead letter's prompt again, as a new attempt, or [] if that was done before.
 
         Raises:
@@ -397,8 +391,9 @@ class JobRun:
         state = self.state
         if letter in state.replayed:
             return []
-        draft = Draft(self, copy_state(state), now)
-        if not self.source.redraws or not draft.may_draw() or state.checkpoint is None or self.training_done:
+        draft, now = Draft(self, copy_state(state), inputs), inputs.now
+        no_draws = not self.source.redraws or not draft.may_draw() or state.checkpoint is None
+        if no_draws or self.training_done(inputs):
             raise Conflict("the job draws no prompts now: it is paused, at its end, or not fed by prompts")
         if not draft.byte_credits() or not self.has_room:
             raise Conflict("the byte budget of the job is used up, or all its draws are in flight; try again later")

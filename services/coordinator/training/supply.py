@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from penstock.services.coordinator.training.decision import DrawSource
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.retry import Retry
 from penstock.services.coordinator.training.run import JobRun
@@ -94,6 +95,6 @@ class Supply(Protocol):
         """Return metrics of the time since the previous update, for the metrics row of the newest update."""
         ...
 
-    def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
+    def waits(self, run: JobRun, inputs: Inputs) -> list[dict[str, Any]]:
         """Return the waits for missing groups."""
         ...

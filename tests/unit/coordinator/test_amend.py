@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.amendable import settings_of, with_patch
@@ -44,7 +45,7 @@ class Scene:
         self.run = JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
         self.entries: list[list[Event]] = []
         self.seq = 0
-        self.commit(self.run.decide(1.0))
+        self.commit(self.run.decide(Inputs(1.0)))
         self.report("checkpointed", digest="w0", path="c0")
 
     def commit(self, events: list[Event]) -> None:
@@ -53,8 +54,8 @@ class Scene:
             self.run.commit(events)
 
     def report(self, kind: str, **fields: object) -> None:
-        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), 1.0)  # type: ignore[arg-type]
-        self.commit(events + self.run.decide(1.0, after=events))
+        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), Inputs(1.0))  # type: ignore[arg-type]
+        self.commit(events + self.run.decide(Inputs(1.0), after=events))
 
     def answer(self) -> None:
         for draw in [d for d in self.run.state.in_flight if d not in self.run.candidates]:
@@ -67,7 +68,7 @@ class Scene:
                 max_version=version, worker="w", temperature=temperature,
             )  # fmt: skip
             self.run.on_group(self.seq, header)
-        self.commit(self.run.decide(1.0))
+        self.commit(self.run.decide(Inputs(1.0)))
 
     def train(self) -> None:
         number = self.run.state.last_trained + 1
@@ -178,8 +179,8 @@ def test_a_ledger_of_an_earlier_version_gets_its_settings_at_the_next_boundary()
 @pytest.mark.parametrize(("requested", "reason"), [(True, "request"), (False, "")])
 def test_a_checkpoint_on_request(requested: bool, reason: str) -> None:
     scene = Scene()
-    scene.run.requested = requested
-    assert scene.run.wants_checkpoint == "", "what is trained is in a checkpoint already"
+    inputs = Inputs(1.0, checkpoint_requested=requested)
+    assert scene.run.wants_checkpoint(inputs) == "", "what is trained is in a checkpoint already"
     scene.answer()
     scene.train()
-    assert scene.run.wants_checkpoint == reason
+    assert scene.run.wants_checkpoint(inputs) == reason

@@ -20,6 +20,7 @@ from penstock.services.coordinator.online.turns import Trajectory
 from penstock.services.coordinator.queries import admission_audit
 from penstock.services.coordinator.queries.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -228,7 +229,7 @@ def decided(config: OnlineJob, turns: list[Interaction], items: list[Feedback]) 
     for seq, item in enumerate(items, 1):
         matching.on_feedback(seq, item, NOW)
     matching.sweep(version=5, now=NOW + 99_999)
-    draft = Draft(run, copy_state(run.state), NOW + 99_999)
+    draft = Draft(run, copy_state(run.state), Inputs(NOW + 99_999))
     source.draw(draft)
     (event,) = [one for one in draft.events if isinstance(one, Admitted)]
     stored = StoredFacts(

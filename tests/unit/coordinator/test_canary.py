@@ -25,6 +25,7 @@ from penstock.services.coordinator.training.canary import (
     verdict_of,
 )
 from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.rollout.serving.server import _untrainable
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.online.canary import CanaryConfig
@@ -176,7 +177,7 @@ def trial(**canary: Any) -> Any:
     """Start a run whose version 1 passed the bound and is on trial; return the run."""
     settings = {"conversations": 10, "share": 0.2, "max_wait_s": 600.0, **canary}
     run = GATE.Lineage(GATE.job(max_lag=2, min_entropy=0.5, patience=2, canary=settings))
-    run.gate.announced = 0
+    run.given(announced=0)
     run.begun = run.train()
     return run
 
@@ -197,7 +198,7 @@ def test_a_version_that_keeps_the_bounds_is_tried_before_it_is_served() -> None:
     status, reason, message = run.gate.fact(run.state)
     assert (status, reason) == ("Unknown", "Canary")
     assert message.startswith("version 1 answers 20% of the conversations; 0 of its and 0 of the others, of 10 each")
-    assert not run.gate.lets_train(run.state), "its weights must stay"
+    assert not run.gate.lets_train(run.state, 0), "its weights must stay"
     assert run.run.source.idle(run.state)[:2] == ("False", "Canary")
     assert run.decide() == []
     shown = canary_of(run.run)
@@ -211,21 +212,21 @@ def test_a_version_that_keeps_the_bounds_is_tried_before_it_is_served() -> None:
 
 def test_a_worse_version_is_refused_and_training_goes_back() -> None:
     run = trial()
-    run.gate.announced = 0
+    run.given(announced=0)
     (refused,) = GATE.decisions(judge(run, BAD, GOOD))
     assert refused[:2] == ("PromotionRefused", 1)
     assert "canary reward -1, 1 of version 0" in refused[2]
-    assert run.gate.lets_train(run.state), "within the patience"
+    assert run.gate.lets_train(run.state, 0), "within the patience"
     assert [type(event) for event in run.train()][-1] is CanaryBegun
     assert run.gate.fact(run.state)[1] == "Canary", "an earlier refusal is not the awaited decision"
     judge(run, BAD, GOOD)
-    assert run.run.rollback is not None
-    assert run.run.rollback.number == 0
+    assert run.rollback is not None
+    assert run.rollback.number == 0
 
 
 def test_a_manual_promotion_or_a_fork_ends_the_trial() -> None:
     run = trial()
-    run.gate.forced = 1
+    run.given(forced=1)
     assert GATE.decisions(run.decide()) == [("Promoted", 1, "by request")]
     assert run.state.canary is None
     other = trial()
@@ -237,7 +238,7 @@ def test_a_manual_promotion_or_a_fork_ends_the_trial() -> None:
 def test_a_version_that_failed_a_bound_gets_no_trial() -> None:
     run = trial()
     judge(run, GOOD, GOOD)
-    run.gate.announced = 1
+    run.given(announced=1)
     events = run.train(policy__entropy=0.1)
     assert GATE.decisions(events) == [("PromotionRefused", 2, "policy/entropy 0.1 < 0.5")]
     assert run.state.canary is None
@@ -248,7 +249,7 @@ def test_a_trial_needs_no_other_bound_and_its_figures_survive_the_leader() -> No
     run.evaluate(0.5)
     run.train(0.5)
     assert run.state.canary is not None
-    run.evaluated = None  # another leader, which does not find the row of the evaluation
+    run.given(evaluated=None)  # another leader, which does not find the row of the evaluation
     assert GATE.decisions(judge(run, GOOD, GOOD)) == [("Promoted", 1, "passed")]
     assert run.state.promoted.figures[GATE.METRIC] == 0.5
     alone = GATE.Lineage(GATE.job(canary={}))
@@ -314,7 +315,7 @@ class Live:
 
     def drafted(self) -> list[Judged]:
         """Let the leader record the judged conversations of the trial; return them."""
-        draft = Draft(self.run.run, copy_state(self.run.state), NOW + 3)
+        draft = Draft(self.run.run, copy_state(self.run.state), Inputs(NOW + 3))
         self.matching.trials.draft(draft)
         self.run.run.commit(draft.events)
         self.matching.trials.discard_recorded(self.run.state)
@@ -442,10 +443,9 @@ def test_a_conversation_with_a_trial_answer_is_not_trained() -> None:
 def test_feedback_counts_before_the_time_limit_and_while_paused() -> None:
     live = Live(job())
     live.run.run.source = LiveSource(live.run.run.config, live.matching)
-    live.run.run.desired = "paused"
     live.serve_rated(*(answer(f"c{n}") for n in range(10)))
     live.serve_rated(*(answer(f"s{n}", version=0, untrainable="") for n in range(10)))
-    events = live.run.run.decide(NOW + 9999)
+    events = live.run.run.decide(Inputs(NOW + 9999, desired="paused"))
     assert [type(event).__name__ for event in events] == ["PhaseChanged", "CanaryJudged", "Promoted"]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from penstock.services.coordinator.leader.summary import queues_of
 from penstock.services.coordinator.training.gate import MAX_REDRAWS, Verdict
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.reports import Refusal
 from penstock.services.coordinator.training.run import Effects, JobRun
@@ -34,17 +35,22 @@ class Scene:
         }
         self.run = JobRun(JobConfig.parse(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
         self.now, self.seq = 1000.0, 0
+        self.desired, self.last_checkpoint = "running", True
         self.decide()
         self.report("checkpointed", digest="w0", path="c0")
 
+    @property
+    def inputs(self) -> Inputs:
+        return Inputs(self.now, desired=self.desired, last_checkpoint=self.last_checkpoint)
+
     def decide(self) -> list[Event]:
-        events = self.run.decide(self.now)
+        events = self.run.decide(self.inputs)
         self.run.commit(events)
         return events
 
     def report(self, kind: str, **fields: object) -> tuple[list[Event], Effects]:
-        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), self.now)  # type: ignore[arg-type]
-        events += self.run.decide(self.now, after=events)
+        events = self.run.on_report(Report(kind=kind, epoch=1, **fields), self.inputs)  # type: ignore[arg-type]
+        events += self.run.decide(self.inputs, after=events)
         return events, self.run.commit(events)
 
     def answer(self, draw: Draw, *, skipped: bool = False, epoch: int = 1) -> Verdict:
@@ -149,7 +155,7 @@ def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
     for draw in scene.waiting:
         scene.answer(draw)
     scene.decide()
-    scene.run.desired = "cancelled"
+    scene.desired = "cancelled"
     events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")
     assert not any(isinstance(event, Finished) for event in events), "update 1 would be undone"
     events, _ = scene.report("checkpointed", batch=1, version=1, digest="w1", path="c1")
@@ -164,9 +170,9 @@ def test_a_cancelled_job_does_not_wait_for_a_trainer_that_cannot_train(first: st
         scene.answer(draw)
     scene.decide()
     assert scene.run.state.sealed
-    scene.run.desired = first
+    scene.desired = first
     scene.run.state.halted = "a loss that is not finite"
-    scene.run.desired = "cancelled"
+    scene.desired = "cancelled"
     assert isinstance(scene.decide()[-1], Finished)
     assert scene.run.state.balanced()
 
@@ -176,12 +182,12 @@ def test_a_cancelled_job_may_end_without_a_last_checkpoint() -> None:
     for draw in scene.waiting:
         scene.answer(draw)
     scene.decide()
-    scene.run.desired = "cancelled"
-    scene.run.last_checkpoint = False
+    scene.desired = "cancelled"
+    scene.last_checkpoint = False
     assert not scene.run.state.finished, "what is sealed is trained first"
     events, _ = scene.report("trained", batch=1, revision=1, version=1, digest="w1")
     assert isinstance(events[-1], Finished)
-    assert scene.run.wants_checkpoint == ""
+    assert scene.run.wants_checkpoint(scene.inputs) == ""
 
 
 @pytest.mark.parametrize("leader", ["the_same", "a_new_one"])

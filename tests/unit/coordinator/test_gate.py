@@ -10,6 +10,7 @@ import pytest
 from penstock.services.coordinator.leader.summary import phase_of
 from penstock.services.coordinator.training.decision import TicketSource
 from penstock.services.coordinator.training.gate import Candidate, Verdict, has_signal, is_stale, judge
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState, OpenDraw
 from penstock.services.coordinator.training.run import FAILED_STREAK, JobRun
 from penstock.shared.config.jobs.job import JobConfig
@@ -87,7 +88,7 @@ def test_success_decides_whether_episodes_are_replaced(
     run = start_embodied(sampled, has_success=has_success, batch_size=6)
     first, second = run.state.in_flight
     arrive(run, first, **changes, min_version=0, max_version=0)
-    events = run.decide(0.0)
+    events = run.decide(Inputs(0.0))
     dropped = [(event.reason, event.draws, event.redraw) for event in events if isinstance(event, Dropped)]
     assert dropped == ([] if signal else [("no_signal", [first], False)])
     run.commit(events)
@@ -105,7 +106,7 @@ def test_a_replay_buffer_takes_groups_of_any_age(objective: str, trained: bool) 
         for draw in run.state.in_flight:
             age = 0 if version == 2 else version
             arrive(run, draw, objective=objective, min_version=age, max_version=age)
-        run.commit(run.decide(0.0))
+        run.commit(run.decide(Inputs(0.0)))
         if version < 2:
             report(run, kind="trained", batch=version + 1, revision=1, version=version + 1, digest=f"w{version + 1}")
     sealed = {batch.start_version: {g.min_version for g in batch.groups} for batch in run.state.sealed.values()}
@@ -126,7 +127,7 @@ def start_run(*, every: int = 3, **train: Any) -> JobRun:
         "limits": {"byte_budget": 1 << 20},
     }
     run = JobRun(JobConfig.parse(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
-    run.commit(run.decide(0.0))
+    run.commit(run.decide(Inputs(0.0)))
     report(run, kind="checkpointed", digest="w0", path="c0")
     return run
 
@@ -139,8 +140,7 @@ def start_embodied(algorithm: dict[str, Any], *, has_success: bool = True, **tra
         "train": {"max_updates": 3, "max_lag": 0, **train}, "evaluation": {"episodes": 0},
     }  # fmt: skip
     run = JobRun(parse_training(spec), LedgerState(), num_ordinals=None, writer_epoch=1)
-    run.environment = {"has_success": has_success}
-    run.commit(run.decide(0.0))
+    run.commit(run.decide(Inputs(0.0, environment={"has_success": has_success})))
     report(run, kind="checkpointed", digest="w0", path="c0")
     return run
 
@@ -151,8 +151,8 @@ def arrive(run: JobRun, draw: Draw, **changes: Any) -> None:
 
 
 def report(run: JobRun, **fields: Any) -> None:
-    events = run.on_report(Report(epoch=1, **fields), 0.0)
-    run.commit([*events, *run.decide(0.0, after=events)])
+    events = run.on_report(Report(epoch=1, **fields), Inputs(0.0))
+    run.commit([*events, *run.decide(Inputs(0.0), after=events)])
 
 
 def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
@@ -161,7 +161,7 @@ def answer(run: JobRun, *, nbytes: int = 100, failed: bool = False) -> None:
         versions = {"min_version": run.state.version, "max_version": run.state.version}
         header = msgspec.structs.replace(HEADER, draw=draw, nbytes=nbytes, failed=[failed] * 3, **versions)
         run.on_group(1 + max([*run.stored, run.state.heard]), header)
-    run.commit(run.decide(0.0))
+    run.commit(run.decide(Inputs(0.0)))
 
 
 def update(run: JobRun) -> None:
@@ -174,20 +174,20 @@ def test_a_run_ends_and_checkpoints_when_it_should() -> None:
     run = start_run(every=2, max_updates=3)
     assert run.has_room is (len(run.state.open) < run.config.max_draws) is False
     update(run)
-    assert (run.wants_checkpoint, run.training_done) == ("", False)
+    assert (run.wants_checkpoint(Inputs(0.0)), run.training_done(Inputs(0.0))) == ("", False)
     update(run)
-    assert (run.wants_checkpoint, run.training_done) == ("interval", False)
+    assert (run.wants_checkpoint(Inputs(0.0)), run.training_done(Inputs(0.0))) == ("interval", False)
     update(run)
-    assert (run.wants_checkpoint, run.training_done) == ("run is at an end", True)
+    assert (run.wants_checkpoint(Inputs(0.0)), run.training_done(Inputs(0.0))) == ("run is at an end", True)
 
 
 def test_half_of_the_byte_budget_asks_for_a_checkpoint() -> None:
     run = start_run(every=50)
     update(run)
-    assert run.wants_checkpoint == ""
+    assert run.wants_checkpoint(Inputs(0.0)) == ""
     answer(run, nbytes=300_000)
     assert run.stored_bytes == 2 * 300_000 + 2 * 100
-    assert run.wants_checkpoint == "byte budget half used"
+    assert run.wants_checkpoint(Inputs(0.0)) == "byte budget half used"
 
 
 def test_a_job_whose_groups_all_fail_ends_and_a_good_group_restarts_the_count() -> None:
@@ -196,14 +196,14 @@ def test_a_job_whose_groups_all_fail_ends_and_a_good_group_restarts_the_count() 
     for draws in range(most - 1):
         header = msgspec.structs.replace(HEADER, draw=run.state.in_flight[0], failed=[True] * 3)
         run.on_group(draws + 1, header)
-        run.commit(run.decide(0.0))
+        run.commit(run.decide(Inputs(0.0)))
     assert (run.failed_streak, run.failure) == (most - 1, None)
     run.on_group(900, msgspec.structs.replace(HEADER, draw=run.state.in_flight[0]))
     assert run.failed_streak == 0
     for draws in range(most):
         open_draws = [draw for draw in run.state.in_flight if draw not in run.candidates]
         run.on_group(1000 + draws, msgspec.structs.replace(HEADER, draw=open_draws[0], failed=[True] * 3))
-        run.commit(run.decide(0.0))
+        run.commit(run.decide(Inputs(0.0)))
     assert run.failure is not None
 
 
@@ -225,7 +225,7 @@ def refused(gone: Draw | None = None) -> JobRun:
     answer(run)
     assert sorted(run.state.sealed) == [1, 2, 3]
     run.source = Forgetful() if gone is None else Forgetful(gone)
-    run.commit(run.on_report(Report(epoch=1, kind="refused", batch=1, revision=1, bad=[Draw(0)]), 0.0))
+    run.commit(run.on_report(Report(epoch=1, kind="refused", batch=1, revision=1, bad=[Draw(0)]), Inputs(0.0)))
     return run
 
 
@@ -236,20 +236,18 @@ def test_a_refused_batch_is_sealed_again_though_later_batches_reach_the_limit(mo
     run = refused(gone)
     train = run.config.train.model_copy(update={"max_updates": most})
     run.commit(run.amend(run.config.model_copy(update={"train": train}), 2, 0.0))
-    assert not run.training_done
-    run.commit(run.decide(0.0))
+    assert not run.training_done(Inputs(0.0))
+    run.commit(run.decide(Inputs(0.0)))
     answer(run)
     assert [(number, run.state.sealed[number].revision) for number in (1, 2, 3)] == [(1, 2), (2, 1), (3, 1)]
 
 
 def test_batches_behind_a_refused_one_do_not_prevent_the_end_of_a_run() -> None:
     run = refused()
-    assert not run.training_done
-    assert phase_of(run, "paused") == "paused"
-    run.stop_early = "reached"
-    assert run.training_done
-    run.stop_early, run.desired = "", "cancelled"
-    run.commit(run.decide(0.0))
+    assert not run.training_done(Inputs(0.0))
+    assert phase_of(run, Inputs(0.0), "paused") == "paused"
+    assert run.training_done(Inputs(0.0, stop_early="reached"))
+    run.commit(run.decide(Inputs(0.0, desired="cancelled")))
     assert run.state.finished == "cancelled"
     assert run.state.balanced()
 
@@ -257,8 +255,8 @@ def test_batches_behind_a_refused_one_do_not_prevent_the_end_of_a_run() -> None:
 def test_nothing_is_decided_after_the_end() -> None:
     run = start_run(max_updates=1)
     update(run)
-    run.commit(run.finish(0.0, {}))
-    assert run.decide(1.0) == []
+    run.commit(run.finish(Inputs(0.0), {}))
+    assert run.decide(Inputs(1.0)) == []
 
 
 def test_a_dead_letter_takes_no_sealed_draw() -> None:
@@ -267,12 +265,14 @@ def test_a_dead_letter_takes_no_sealed_draw() -> None:
     answer(run)
     assert run.state.open[first].batch == 1
     run.candidates.clear()  # as a new leader that has not read the stream yet
-    assert run.on_dead_letter(first, 0.0) == []
+    assert run.on_dead_letter(first, Inputs(0.0)) == []
 
 
 def test_a_checkpoint_purges_below_what_a_replay_needs() -> None:
     run = start_run()
     update(run)
-    events = run.on_report(Report(epoch=1, kind="checkpointed", batch=1, version=1, digest="w1", path="c1"), 0.0)
+    events = run.on_report(
+        Report(epoch=1, kind="checkpointed", batch=1, version=1, digest="w1", path="c1"), Inputs(0.0)
+    )
     [saved] = [event for event in events if isinstance(event, Checkpointed)]
     assert run.commit(events).purge_below == saved.low_seq

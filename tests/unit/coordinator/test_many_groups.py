@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator.submission import plan_job
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.job import JobConfig
@@ -49,9 +50,11 @@ def header(draw: Draw, version: int = 0) -> GroupHeader:
 
 def started(job: JobConfig) -> JobRun:
     run = JobRun(job, LedgerState(), num_ordinals=None, writer_epoch=1)
-    run.commit(run.decide(NOW))
-    run.commit(run.on_report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p"), NOW))
-    run.commit(run.decide(NOW))
+    run.commit(run.decide(Inputs(NOW)))
+    run.commit(
+        run.on_report(Report(kind="checkpointed", epoch=1, batch=0, version=0, digest="w0", path="p"), Inputs(NOW))
+    )
+    run.commit(run.decide(Inputs(NOW)))
     return run
 
 
@@ -62,7 +65,7 @@ def test_nine_batches_of_2048_groups_are_sealed_in_milliseconds(staleness: str) 
     for seq, draw in enumerate(sorted(run.state.open), 1):
         run.on_group(seq, header(draw))
     began = time.thread_time()
-    while events := run.decide(NOW):
+    while events := run.decide(Inputs(NOW)):
         assert len(encode_events(events)) <= MAX_INLINE_BYTES, "an entry of the ledger is one message"
         run.commit(events)
     assert time.thread_time() - began < 1.0
@@ -86,13 +89,13 @@ def run_after(updates: int, groups: int) -> tuple[JobRun, dict[int, GroupHeader]
             seq = len(stored) + 1
             stored[seq] = header(draw, number - 1)
             run.on_group(seq, stored[seq])
-        run.commit(run.decide(NOW))
+        run.commit(run.decide(Inputs(NOW)))
         batch = run.state.sealed[number]
         report = Report(
             kind="trained", epoch=1, batch=number, revision=batch.revision, version=number, digest=f"w{number}"
         )
-        run.commit(run.on_report(report, NOW))
-        run.commit(run.decide(NOW))
+        run.commit(run.on_report(report, Inputs(NOW)))
+        run.commit(run.decide(Inputs(NOW)))
     return run, stored
 
 

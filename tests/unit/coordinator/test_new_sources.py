@@ -12,6 +12,7 @@ from penstock.services.coordinator.online.fairness import comparisons, flaws_of_
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.algorithms.agreement import add_pairs, concordance
@@ -198,10 +199,10 @@ class Live:
         for key, value in verdicts.items():
             self.matching.on_feedback(self.seq, rating(name, value, key=key), NOW)
         self.matching.sweep(version=0, now=NOW)
-        draft = Draft(self.run, copy_state(self.run.state), NOW)
+        draft = Draft(self.run, copy_state(self.run.state), Inputs(NOW))
         self.run.state.open.clear()  # as if all earlier draws were trained: there is always room
         self.run.state.drawn = self.run.state.trained + self.run.state.dropped.total()
-        draft = Draft(self.run, copy_state(self.run.state), NOW)
+        draft = Draft(self.run, copy_state(self.run.state), Inputs(NOW))
         self.source.draw(draft)
         self.commit(draft.events)
         (admission,) = [one for event in draft.events if isinstance(event, Admitted) for one in event.admissions]

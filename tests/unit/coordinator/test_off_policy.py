@@ -18,6 +18,7 @@ from penstock.services.coordinator.online.statuses import feedback_statuses
 from penstock.services.coordinator.queries.admission_audit import flaws_of_admission
 from penstock.services.coordinator.training.decision import Draft
 from penstock.services.coordinator.training.gate import Candidate, Verdict
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LOGPROBS_DIFFER, LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -382,7 +383,7 @@ def draft_of(config: OnlineJob, admissions: list[Admission], *, now: float = NOW
     }
     run = JobRun(config, state, num_ordinals=None, writer_epoch=1, source=LiveSource(config, Matching(config)))
     run.candidates = candidates
-    return Draft(run, state, now)
+    return Draft(run, state, Inputs(now))
 
 
 def chosen(objectives: list[Objective], *, now: float = NOW, **online: Any) -> list[int]:
@@ -433,7 +434,7 @@ def test_examples_are_admitted_with_their_objective() -> None:
     matching = matched([item("preference"), item("metric", "f2")], [served("i1"), served("i2", token_ids=[3, 4])])
     config, state = matching.job, LedgerState(version=5)
     run = JobRun(config, state, num_ordinals=None, writer_epoch=1)
-    draft = Draft(run, state, NOW)
+    draft = Draft(run, state, Inputs(NOW))
     LiveSource(config, matching).draw(draft)
     found = {one.objective: one for one in draft.state.admissions.values()}
     assert set(found) == {"policy", "preference"}
@@ -452,7 +453,7 @@ def test_an_example_is_settled_again_for_another_version() -> None:
     matching = matched([item("interaction", body=TOKENS)], posted=TRUSTED | {"assume_on_policy": True})
     for version, admitted in ((6, []), (5, [("assumed", 5, 0)])):
         run = JobRun(matching.job, LedgerState(version=version), num_ordinals=None, writer_epoch=1)
-        draft = Draft(run, run.state, NOW)
+        draft = Draft(run, run.state, Inputs(NOW))
         LiveSource(matching.job, matching).draw(draft)
         assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
 
@@ -488,7 +489,7 @@ def test_an_answer_from_an_impossible_version_is_refused(
     state = ahead(matching.job, sealed=sealed)
     matching.sweep(version=state.start_version(state.next_number), newest=state.version, now=NOW)
     assert "f1" in matching.examples.items
-    draft = Draft(JobRun(matching.job, state, num_ordinals=None, writer_epoch=1), state, NOW)
+    draft = Draft(JobRun(matching.job, state, num_ordinals=None, writer_epoch=1), state, Inputs(NOW))
     LiveSource(matching.job, matching).draw(draft)
     assert [(one.reason, one.version, one.lag) for one in draft.state.admissions.values()] == admitted
 
@@ -543,7 +544,7 @@ def test_one_key_has_its_share_of_the_auxiliary_draws() -> None:
         matching.on_feedback(n + 1, item("metric", f"f{n}", **demonstration), NOW)
         matching.on_interaction(n + 11, served(f"i{n}"))
     matching.sweep(version=0, now=NOW)
-    draft = Draft(JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1), LedgerState(), NOW)
+    draft = Draft(JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1), LedgerState(), Inputs(NOW))
     LiveSource(config, matching).draw(draft)
     found = Counter(one.key_id for one in draft.state.admissions.values() if one.objective != "policy")
     assert found == {"flood": 2, "k2": 1}, "half of the four draws that the lag bound allows"

@@ -19,6 +19,7 @@ from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import FeedbackItem, PostedTurn, tokens_of
 from penstock.services.coordinator.queries.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -114,7 +115,7 @@ class Leader:
 
     def decide(self, at: float = 1.0) -> list[Admission]:
         self.record(self.matching.sweep(version=5, now=NOW + at))
-        draft = Draft(self.run, copy_state(self.run.state), NOW + at)
+        draft = Draft(self.run, copy_state(self.run.state), Inputs(NOW + at))
         self.source.draw(draft)
         self.commit(draft.events)
         found = [one for event in draft.events if isinstance(event, Admitted) for one in event.admissions]
@@ -431,7 +432,7 @@ def test_turns_of_one_posted_episode_are_not_compared_with_each_other() -> None:
     leader = Leader(config, [replace(one, body=one.body | {"group_id": "g"}) for one in conversation()])
     admissions = leader.decide()
     draws = list(leader.run.state.open)
-    baselines, _ = leader.source.values(Draft(leader.run, leader.run.state, NOW), draws)
+    baselines, _ = leader.source.values(Draft(leader.run, leader.run.state, Inputs(NOW)), draws)
     assert len(admissions) == 3
     assert set(baselines.values()) == {0.0}, "the tracked value: there is no sibling"
 

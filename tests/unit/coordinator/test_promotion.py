@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, cast
 
@@ -16,11 +17,10 @@ from penstock.services.coordinator.leader.summary import start_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import feedback_statuses
+from penstock.services.coordinator.training.inputs import Evaluated, Inputs, Rollback
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.promotion import (
-    Evaluated,
     PromotionGate,
-    Rollback,
     broken_bounds,
     flaws_of_promotions,
 )
@@ -69,9 +69,9 @@ class Lineage:
     """A run without a bus: it trains each batch at once, and the test sets the results of evaluations."""
 
     def __init__(self, config: OnlineJob) -> None:
-        self.evaluated: Evaluated | None = None
+        self.inputs = Inputs(NOW)
         assert config.online.promotion is not None
-        gate = PromotionGate(config.online.promotion, lambda: self.evaluated)
+        gate = PromotionGate(config.online.promotion)
         source = LiveSource(config, Matching(config))
         self.run = JobRun(
             config, LedgerState(), num_ordinals=None, writer_epoch=1, source=source, promotion=gate,
@@ -80,19 +80,27 @@ class Lineage:
         self.run.commit([JobStarted(writer_epoch=1, time=NOW, config_digest="c")])
         self.checkpoint(0)
 
+    def given(self, **inputs: Any) -> None:
+        """Change inputs of the decisions that follow."""
+        self.inputs = replace(self.inputs, **inputs)
+
+    @property
+    def rollback(self) -> Rollback | None:
+        return self.run.rollback(self.inputs)
+
     @property
     def state(self) -> LedgerState:
         return self.run.state
 
     def report(self, **fields: Any) -> list[Any]:
         report = Report(epoch=1, **fields)
-        events = self.run.on_report(report, NOW)
-        events = events + self.run.decide(NOW, after=events)
+        events = self.run.on_report(report, self.inputs)
+        events = events + self.run.decide(self.inputs, after=events)
         self.run.commit(events)
         return events
 
     def decide(self) -> list[Any]:
-        events = self.run.decide(NOW)
+        events = self.run.decide(self.inputs)
         self.run.commit(events)
         return events
 
@@ -134,7 +142,7 @@ class Lineage:
         return events
 
     def evaluate(self, held_out: float) -> list[Any]:
-        self.evaluated = Evaluated(self.state.version, {METRIC: held_out})
+        self.given(evaluated=Evaluated(self.state.version, {METRIC: held_out}))
         return self.decide()
 
     def fork(self, batch: int, **more: Any) -> list[Any]:
@@ -221,13 +229,13 @@ def test_an_unmeasured_version_is_not_promoted_by_request() -> None:
     run = Lineage(job(max_drop=0.1))
     run.evaluate(0.5)
     run.train()
-    run.gate.forced = 1
+    run.given(forced=1)
     run.seal()
     assert decisions(run.decide()) == [], "it could never be measured, and nothing be compared with it"
     other = Lineage(job(max_drop=0.1))
     other.evaluate(0.5)
     other.train()
-    other.gate.forced = 1
+    other.given(forced=1)
     assert decisions(other.decide()) == [("Promoted", 1, "by request")]
     assert other.gate.lacks(other.state)
 
@@ -243,20 +251,20 @@ def test_an_unmeasured_version_may_still_be_refused_for_another_bound() -> None:
 
 def test_after_too_many_refusals_nothing_is_drawn_and_training_goes_back() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=2))
-    run.gate.announced = 0
+    run.given(announced=0)
     run.train()
-    run.gate.announced = 1
+    run.given(announced=1)
     run.checkpoint(1)
     run.train(policy__entropy=0.1)
-    assert run.run.rollback is None
+    assert run.rollback is None
     run.checkpoint(2)
     events = run.train(policy__entropy=0.2)
     assert decisions(events) == [("PromotionRefused", 3, "policy/entropy 0.2 < 0.5")]
-    rollback = run.run.rollback
+    rollback = run.rollback
     assert rollback is not None
     assert (rollback.number, rollback.operation) == (1, "")
     assert "policy/entropy 0.2 < 0.5" in rollback.reason
-    start = start_of(run.run)
+    start = start_of(run.run, run.inputs)
     assert (start["checkpoint"]["number"], start["rollback"]["number"]) == (1, 1)
     assert [row[0] for row in start["batches"]] == [2, 3]
     assert start["served"]["version"] == 1
@@ -269,7 +277,7 @@ def test_after_too_many_refusals_nothing_is_drawn_and_training_goes_back() -> No
     assert state.checkpoint is not None
     assert state.checkpoint.number == 1, "the newest checkpoint of the lineage"
     assert (state.dropped["rolled_back"], state.balanced()) == (2, True)
-    assert run.run.rollback is None
+    assert run.rollback is None
 
 
 def test_batches_that_a_rollback_gives_up_are_not_trained_again() -> None:
@@ -278,7 +286,7 @@ def test_batches_that_a_rollback_gives_up_are_not_trained_again() -> None:
     run.train(policy__entropy=0.1)
     run.seal()
     given_up = [Draw(1), Draw(2)]
-    run.run.asked_rollback = Rollback(1, "by request", "op")
+    run.given(rollback=Rollback(1, "by request", "op"))
     events = run.fork(2, rollback=1)
     assert (events[0].redraw, events[0].draws) == (False, given_up)
     state = run.state
@@ -304,8 +312,8 @@ def test_a_rollback_that_is_no_longer_wanted_is_refused() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=1))
     run.train()
     run.train(policy__entropy=0.1)
-    assert run.run.rollback is not None
-    run.gate.forced = 2
+    assert run.rollback is not None
+    run.given(forced=2)
     assert decisions(run.decide()) == [("Promoted", 2, "by request")]
     with pytest.raises(Refusal, match="nobody wants training to go back to batch 1"):
         run.fork(2, rollback=1)
@@ -321,8 +329,8 @@ def test_an_unrequested_fork_does_not_serve_a_refused_version() -> None:
     assert decisions(events) == [("PromotionRefused", 4, "policy/entropy is unknown")]
     assert run.state.promoted is not None
     assert run.state.promoted.version == 1
-    assert run.run.rollback is not None
-    assert run.run.rollback.number == 1, "at once: answers of version 1 are too old for version 4"
+    assert run.rollback is not None
+    assert run.rollback.number == 1, "at once: answers of version 1 are too old for version 4"
     events = run.fork(2)
     assert decisions(events) == [("Promoted", 5, "rolled back")], "these are the weights that are served"
     run.train(policy__entropy=0.1)
@@ -346,17 +354,15 @@ def test_an_unrequested_fork_is_measured_before_it_is_served() -> None:
 def test_one_batch_trains_at_a_time_after_the_served_version_is_announced() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=3))
     gate, state = run.gate, run.state
-    assert not gate.lets_train(state)
-    gate.announced = 0
-    assert gate.lets_train(state)
+    assert not gate.lets_train(state, -1)
+    assert gate.lets_train(state, 0)
     run.seal()
-    assert not gate.lets_train(state)
+    assert not gate.lets_train(state, 0)
     run.report(kind="trained", batch=1, revision=1, version=1, digest="w1", metrics=MEASURED)
-    assert not gate.lets_train(state), "version 1 is promoted, but not announced to engines yet"
-    gate.announced = 1
-    assert gate.lets_train(state)
+    assert not gate.lets_train(state, 0), "version 1 is promoted, but not announced to engines yet"
+    assert gate.lets_train(state, 1)
     run.train(policy__entropy=0.1)
-    assert gate.lets_train(state), "version 1 is still served, and its answers are trained"
+    assert gate.lets_train(state, 1), "version 1 is still served, and its answers are trained"
 
 
 def test_the_served_version_can_always_be_rebuilt() -> None:
@@ -369,7 +375,7 @@ def test_the_served_version_can_always_be_rebuilt() -> None:
     assert run.state.promoted is not None
     assert run.state.promoted.version == 2
     assert run.state.pinned == [0, 1]
-    start = start_of(run.run)
+    start = start_of(run.run, run.inputs)
     assert start["checkpoint"]["number"] == 1
     assert start["served"] == {"number": 2, "version": 2}
     assert start["rollback"] is None
@@ -439,7 +445,7 @@ def test_a_refused_version_can_be_promoted_by_request() -> None:
     run = Lineage(job(max_lag=2, min_entropy=0.5, patience=2))
     run.train(policy__entropy=0.1)
     asked = desired_state(operation("promote", version=1))
-    asked.steer(run.run)
+    run.inputs = asked.inputs(run.run, run.inputs)
     assert decisions(run.decide()) == [("Promoted", 1, "by request")]
     (done,) = asked.settle(run.run)
     assert (done.state, done.result) == ("succeeded", {"version": 1})
@@ -453,30 +459,30 @@ def test_a_rollback_by_request_ends_with_its_fork() -> None:
     run.checkpoint(1)
     run.train()
     asked = desired_state(operation("rollback", checkpoint=1))
-    asked.steer(run.run)
-    assert run.run.rollback is not None
-    assert run.run.rollback.number == 1
+    run.inputs = asked.inputs(run.run, run.inputs)
+    assert run.rollback is not None
+    assert run.rollback.number == 1
     assert asked.settle(run.run) == []
     events = run.fork(2)
     assert events[0].operation == "op-rollback"
     assert decisions(events) == [("Promoted", 3, "rolled back")]
     (done,) = asked.settle(run.run)
     assert (done.state, done.result) == ("succeeded", {"version": 3})
-    asked.steer(run.run)
-    assert run.run.rollback is None
+    run.inputs = asked.inputs(run.run, run.inputs)
+    assert run.rollback is None
 
 
 def test_a_rollback_to_an_unreadable_checkpoint_fails_and_the_job_continues() -> None:
     run = Lineage(job(min_entropy=0.5))
     run.train()
     asked = desired_state(operation("rollback", checkpoint=0))
-    asked.steer(run.run)
-    run.run.give_up_rollback("no file")
-    assert run.run.rollback is None
+    run.inputs = asked.inputs(run.run, run.inputs)
+    run.run.give_up_rollback(run.inputs, "no file")
+    assert run.rollback is None
     (done,) = asked.settle(run.run)
     assert (done.state, done.message) == ("failed", "no file")
-    asked.steer(run.run)
-    assert run.run.rollback is None
+    run.inputs = asked.inputs(run.run, run.inputs)
+    assert run.rollback is None
 
 
 @pytest.mark.parametrize(
@@ -489,8 +495,8 @@ def test_an_impossible_rollback_is_refused(checkpoint: int, reason: str) -> None
     run.train()
     run.checkpoint(2)
     asked = desired_state(operation("rollback", checkpoint=checkpoint))
-    asked.steer(run.run)
-    assert run.run.rollback is None
+    run.inputs = asked.inputs(run.run, run.inputs)
+    assert run.rollback is None
     (done,) = asked.settle(run.run)
     assert (done.state, done.message) == ("failed", reason)
 
@@ -575,9 +581,9 @@ def test_the_version_that_a_rollback_serves_is_measured_by_any_leader() -> None:
     rows = [
         {"kind": "eval", "step": n, "batch": n, "version": n, "values": {METRIC: 0.5}} for n in range(3)
     ]  # as they were written before
-    run.run.asked_rollback = Rollback(1, "by request", "op")
+    run.given(rollback=Rollback(1, "by request", "op"))
     assert decisions(run.fork(2, rollback=1)) == [("Promoted", 3, "rolled back")]
-    run.run.asked_rollback = None
+    run.given(rollback=None)
     assert run.state.promoted is not None
     assert run.state.promoted.figures == {}
     other = Measures(run.run.config, cast(Outbox, Silence()))

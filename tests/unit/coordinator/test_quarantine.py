@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Outliers, Quarantine, Window
 from penstock.services.coordinator.training.decision import Draft
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -333,7 +334,7 @@ def test_a_copy_of_a_held_item_is_not_newer() -> None:
 def test_a_held_item_is_found_at_its_copy() -> None:
     reader, run = Reader(), JobRun(CONFIG, LedgerState(), num_ordinals=None, writer_epoch=1)
     reader.read(*usual(20), rating(50, 1.0))
-    draft = Draft(run, run.state, NOW)
+    draft = Draft(run, run.state, Inputs(NOW))
     for seq in (21, 40):
         assert reader.read(rating(50, 1.0), start=seq) == []
         reader.quarantine.draft(draft)

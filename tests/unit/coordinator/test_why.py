@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.leader.evaluation import EvaluationPlan
 from penstock.services.coordinator.leader.why import Onsets, explain_waits, recovery_waits
+from penstock.services.coordinator.training.inputs import Inputs
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.retry import Blocked
 from penstock.services.coordinator.training.run import JobRun
@@ -40,6 +42,7 @@ class Watched:
 
     def __init__(self, state: LedgerState) -> None:
         self.run = JobRun(CONFIG, state, num_ordinals=None, writer_epoch=1)
+        self.inputs = Inputs(0.0)
         self.plan, self.onsets, self.members = EvaluationPlan(CONFIG.evaluation, ()), Onsets(), Members()
         for service, worker in (("trainer", "trainer-7"), ("rollout", "rollout-0"), ("reward", "reward-0")):
             beat = Heartbeat(
@@ -50,9 +53,10 @@ class Watched:
 
     def at(self, now: float, blocked: Blocked | None = None) -> dict[str, dict[str, Any]]:
         """Check the job at ``now``; return the rows of its waits by id."""
-        self.onsets.look(JOB, self.run, self.plan, now)
+        inputs = replace(self.inputs, now=now)
+        self.onsets.look(JOB, self.run, inputs, self.plan)
         rows = explain_waits(
-            JOB, self.run, self.plan, self.members, clock=1.0, now=now, onsets=self.onsets, blocked=blocked
+            JOB, self.run, inputs, self.plan, self.members, clock=1.0, onsets=self.onsets, blocked=blocked
         )
         return {row["id"]: row for row in rows}
 
@@ -73,7 +77,7 @@ def test_the_problem_of_a_worker_comes_before_what_it_waits_for() -> None:
         jobs={JOB: row},
     )  # fmt: skip
     job.members.on_heartbeat(beat, 0.0)
-    waits = explain_waits(JOB, job.run, job.plan, job.members, clock=1.0, now=50.0, onsets=job.onsets)
+    waits = explain_waits(JOB, job.run, Inputs(50.0), job.plan, job.members, clock=1.0, onsets=job.onsets)
     assert [(one["waiting_for"], one["age_s"]) for one in waits if one["holder"] == "rollout-7"][:2] == [
         ("rollout worker 'rollout-7' to work: no room", 30.0), ("the model", 20.0),
     ]  # fmt: skip
@@ -99,18 +103,18 @@ def test_a_wait_without_a_time_begins_when_the_leader_first_sees_it() -> None:
         "waiting_for": "", "subject": subjects.report(JOB), "id": "batch 0", "holder": "trainer-7", "age_s": 4.0,
     }  # fmt: skip
     job.run.state.checkpoint = START
-    job.run.desired = "paused"
+    job.inputs = Inputs(0.0, desired="paused")
     assert list(job.at(20.0)) == [JOB]
     assert job.at(23.0)[JOB]["age_s"] == 3.0
-    job.run.desired = "running"
+    job.inputs = Inputs(0.0)
     job.at(24.0)
-    job.run.desired = "paused"
+    job.inputs = Inputs(0.0, desired="paused")
     assert job.at(30.0)[JOB]["age_s"] == 0.0, "another pause"
 
 
 def test_waits_for_room_and_for_a_best_checkpoint_have_separate_ages() -> None:
     job = Watched(LedgerState(checkpoint=START))
-    job.run.new_best = "best of eval/greedy"
+    job.inputs = Inputs(0.0, new_best="best of eval/greedy")
     job.at(5.0)
     job.run.stored_bytes = CONFIG.limits.byte_budget
     job.at(8.0)
