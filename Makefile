@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long sglang-test mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test sims-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-joining bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-joining bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-shared-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -219,6 +219,9 @@ bench-serving: $(BIN)/pytest  ## tokens/s and time to the first token through th
 
 bench-long-prompts: $(BIN)/pytest  ## how long prompts that arrive hold up a completion that runs
 	$(BIN)/python benchmarks/long_prompts.py $(ARGS)
+
+bench-shared-prompts: $(BIN)/pytest  ## tokens/s and cache memory of groups that share their prompt's keys and values, beside a copy in each row
+	$(BIN)/python benchmarks/shared_prompts.py $(ARGS)
 
 bench-engine: $(BIN)/pytest  ## tokens/s of the embedded engine beside transformers' generate and vLLM (which `penstock engines install vllm` makes)
 	$(BIN)/python benchmarks/engine.py $(ARGS)

@@ -99,6 +99,11 @@ class Requests:
         """Number of queued completions, which are not in the batch."""
         return len(self._queue)
 
+    @property
+    def following(self) -> Completion | None:
+        """First completion in the queue."""
+        return self._queue[0] if self._queue else None
+
     def started(self) -> set[int]:
         """Return the serial numbers of open requests of which at least one completion was taken into the batch."""
         return {serial for serial, request in self._open.items() if request.started}

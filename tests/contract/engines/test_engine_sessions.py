@@ -49,8 +49,8 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     extending = parts.extending
 
-    def spy(rows: Any, cache: Any, start: int, room: int) -> Any:
-        part = extending(rows, cache, start, room)
+    def spy(rows: Any, cache: Any, start: int, *rest: Any) -> Any:
+        part = extending(rows, cache, start, *rest)
         seen.append(part.stop - part.start)
         return part
 

@@ -3,7 +3,7 @@
 Rows [0, fresh) have their keys and values in the cache. Rows [fresh, count) are stale: the same forward pass computes
 them from all their tokens, or only from those after the prefix that is in the cache. New rows are appended as stale
 rows. A step computes a bounded number of tokens of stale rows, so that long prompts do not hold up the fresh rows.
-A new policy version makes every row stale and drops all held prefixes: no token comes from an old cache.
+A new policy version makes every row stale and drops all held and shared prefixes: no token comes from an old cache.
 
 Shape legend: R = rows, V = vocabulary, T = flat tokens, D = model width, L = positions, N = layers with experts,
 K = experts of a token, C = token capacity of a row, W = tokens to write.
@@ -27,6 +27,7 @@ from penstock.services.rollout.engines.completion import Completion, Finish, Fin
 from penstock.services.rollout.engines.embedded.cache import HeldSequence, HeldSequences, KVCache
 from penstock.services.rollout.engines.embedded.grouping import Grouping, groups_of, joined
 from penstock.services.rollout.engines.embedded.parts import Part, next_pass, together
+from penstock.services.rollout.engines.embedded.prefixes import shared_from
 from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
 from penstock.shared.errors import ConfigError, WeightsError
@@ -110,23 +111,39 @@ class Batch:
         """Number of completions in the batch."""
         return self._rows.count
 
-    def admit(self, completions: Sequence[Completion]) -> None:
-        """Add completions; the next step computes their prompts."""
-        self._reserve(max(len(c.prompt_ids) - c.num_begun + c.sampling.max_new_tokens for c in completions))
-        if self._routes is not None:
-            self._routes.add(self.count, self.count + len(completions))
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values of all rows and shared prefixes."""
+        return self._cache.num_bytes
+
+    def admit(self, completions: Sequence[Completion], following: Completion | None = None) -> None:
+        """Add completions; the next step computes their prompts.
+
+        Args:
+            following: the next completion that will be admitted, if one waits: it may have the same prompt.
+        """
         found = [(c, self._held.take(c.session, c.prompt_ids) if c.session else None) for c in completions]
         ordered = sorted(found, key=lambda one: one[1] is None)  # cached prefixes adjacent: they share a part
+        if self._routes is not None:
+            self._routes.add(self.count, self.count + len(completions))
+        else:
+            new = [completion for completion, held in ordered if held is None]
+            self._cache.prefixes.join(new, following, at_least=shared_from(self._device))
+        prefixes = [self._cache.prefixes.of(completion) for completion, _ in ordered]
+        shared = [0 if prefix is None else len(prefix) for prefix in prefixes]
+        longest = [len(c.prompt_ids) - c.num_begun + c.sampling.max_new_tokens for c, _ in ordered]
+        self._reserve(max(longest), max(length - num for length, num in zip(longest, shared, strict=True)))
         for row, (completion, held) in enumerate(ordered, start=self.count):
             if held is not None:
                 self._cache.restore(row, held.keys, held.values)
                 completion.num_cached = len(held.token_ids)
-        self._rows.add([completion for completion, _ in ordered], self._version, self._weights)
+        self._rows.add([completion for completion, _ in ordered], self._version, self._weights, shared)
 
     @torch.inference_mode()
     def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
         """Decode up to ``max_steps`` tokens per row; returns early if a row ends or ``interrupted()`` is True."""
         outcome = Outcome()
+        self._cache.prefixes.free_unused()
         for _ in range(max_steps):
             if not self.count or outcome.finished or outcome.torn or interrupted():
                 break
@@ -184,8 +201,10 @@ class Batch:
         self.drop_cache()
 
     def drop_cache(self) -> None:
-        """Mark every row as stale, so that the next step recomputes it from its tokens, and drop held prefixes."""
+        """Mark every row and shared prefix as stale, so that the next step recomputes it from its tokens, and drop held
+        prefixes."""
         self._fresh = 0
+        self._cache.prefixes.drop()
         self._held.clear()
         for completion in self._rows.completions:
             completion.num_cached = 0
@@ -205,7 +224,7 @@ class Batch:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self, outcome: Outcome) -> None:
-        lengths: list[int] = self._rows.length_R[: self._fresh].tolist()
+        lengths = self._rows.own_lengths(self._fresh)
         order = self._grouping.order(lengths)
         if order is not None:
             self._arrange(order)
@@ -218,8 +237,12 @@ class Batch:
         self._finish(code_R, outcome)
 
     def _computed(self, parts: Sequence[Part]) -> None:
-        """Mark as fresh the rows that a pass completed; for other rows, record how many tokens are in the cache."""
+        """Mark as fresh the rows that a pass completed; for other rows, and for shared prefixes, record how many tokens
+        are in the cache."""
         for part in parts:
+            if part.prefix is not None:
+                part.prefix.num_cached = part.num_cached
+                continue
             for completion in self._rows.completions[max(part.start, self._fresh) : part.stop]:
                 completion.num_cached = part.num_cached
             if not part.num_cached:
@@ -310,11 +333,14 @@ class Batch:
 
     def _hold(self, row: int, session: str) -> None:
         """Hold the cached keys and values of a row for its session: all tokens but the last, which no pass computed."""
-        token_ids = list(self._rows.sequence(row))[:-1]
-        self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, len(token_ids))))
+        token_ids, prefix = list(self._rows.sequence(row))[:-1], self._cache.prefixes.of(self._rows.completions[row])
+        num_own = len(token_ids) - (0 if prefix is None else len(prefix))
+        self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, num_own, prefix)))
 
     def _drop(self, rows: Sequence[int]) -> None:
         fresh = self._fresh
+        for row in rows:
+            self._cache.prefixes.leave(self._rows.completions[row])
         moved = self._rows.drop(rows, fresh)
         self._fresh = fresh - sum(row < fresh for row in rows)
         self._move(moved, [(s, t) for s, t in moved if s < fresh or self._rows.completions[t].num_cached])
@@ -328,13 +354,15 @@ class Batch:
         """Apply moves (source row, target row): ``moved`` to recorded experts, ``cached`` to keys and values."""
         if cached:
             source_M, target_M = torch.tensor(cached, device=self._device).T
-            self._cache.move(source_M, target_M, int(self._rows.length_R[target_M].max()))
+            own_M = self._rows.length_R[target_M] - self._rows.shared_R[target_M]
+            self._cache.move(source_M, target_M, int(own_M.max()))
         if moved and self._routes is not None:
             self._routes.move(*torch.tensor(moved, device=self._device).T)
 
-    def _reserve(self, length: int) -> None:
+    def _reserve(self, length: int, own: int) -> None:
+        """Make room for rows of ``length`` tokens, ``own`` of them after shared prefixes."""
         self._rows.reserve(length)
-        self._cache.reserve(length)
+        self._cache.reserve(own - 1)  # the last token is not computed
         if self._routes is not None:
             self._routes.reserve(length)
         known = self._rope[0].shape[0]

@@ -1,5 +1,8 @@
 """Keys and values of the running sequences, one row of a static tensor each, and of prefixes held for later requests.
 
+A row has the keys and values of its whole sequence, or of what follows a prefix that it shares with other rows.
+Positions are those in the row.
+
 Shape legend: N = layers, R = rows, L = positions, K = key/value heads, d = head width, T = flat tokens, G = query heads
 that share a key/value head, S = queries of a row, Q = G * S.
 """
@@ -11,25 +14,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.services.rollout.engines.embedded.attention import attention
+from penstock.services.rollout.engines.embedded.prefixes import Prefix, Prefixes
 from penstock.shared.models.architecture import Plan
 
-__all__ = ["HeldSequence", "HeldSequences", "KVCache"]
+__all__ = ["HeldSequence", "HeldSequences", "KVCache", "attend_more"]
 
 GROWTH = 64
 """Granularity, in positions, to which a larger capacity is rounded up."""
 
 
 class KVCache:
-    """Static key and value tensors per layer, [R, K, L, d]; L grows when a longer sequence needs it."""
+    """Static key and value tensors per layer, [R, K, L, d]; L grows when a longer row needs it. Beside them, the shared
+    prefixes."""
 
     def __init__(self, plan: Plan, *, rows: int, max_length: int) -> None:
         self._plan, self._rows, self._max_length = plan, rows, max_length
         self._capacity = 0
         self._keys: list[Tensor] = []
         self._values: list[Tensor] = []
+        self.prefixes = Prefixes(plan)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all keys and values."""
+        return sum(tensor.nbytes for tensor in (*self._keys, *self._values)) + self.prefixes.num_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,8 +65,9 @@ class KVCache:
         return new
 
     def release(self) -> None:
-        """Release the memory."""
+        """Release the memory; no row may be in use."""
         self._keys, self._values, self._capacity = [], [], 0
+        self.prefixes = Prefixes(self._plan)
 
     def zero(self) -> None:
         """Set all keys and values to zero. Needed after a non-finite value: a masked NaN still makes attention NaN."""
@@ -73,30 +85,33 @@ class KVCache:
         self._keys[layer].flatten(0, 2).index_copy_(0, places, k_TKd.flatten(0, 1))
         self._values[layer].flatten(0, 2).index_copy_(0, places, v_TKd.flatten(0, 1))
 
-    def attend(self, layer: int, start: int, q_RHd: Tensor, length: int, mask_R11L: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, start: int, q_RHd: Tensor, length: int, mask_R11L: Tensor | None, *, lse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend one query per row to the first ``length`` positions of rows [start, start + R): [R, H, d].
 
         The query heads that share a key/value head are passed as G queries of that head, so keys are not repeated.
+        Also returns the log-sum-exp of the scores, [R, H], if ``lse`` is set.
         """
         rows, plan = q_RHd.shape[0], self._plan
-        k_RKLd, v_RKLd = (t[layer][start : start + rows, :, :length] for t in (self._keys, self._values))
+        k_RKLd, v_RKLd = self.read(layer, start, rows, length)
         q_RKGd = q_RHd.view(rows, plan.num_kv_heads, -1, plan.head_dim)
-        return F.scaled_dot_product_attention(q_RKGd, k_RKLd, v_RKLd, attn_mask=mask_R11L).flatten(1, 2)
+        out_RKGd, lse_RKG = attention(q_RKGd, k_RKLd, v_RKLd, mask_R11L, lse=lse)
+        return out_RKGd.flatten(1, 2), lse_RKG.flatten(1) if lse_RKG is not None else None
 
-    def attend_more(self, layer: int, start: int, q_RSHd: Tensor, length: int, mask_RSL: Tensor) -> Tensor:
-        """Attend S queries per row to the first ``length`` positions of rows [start, start + R): [R, S, H, d]."""
-        (rows, queries), plan = q_RSHd.shape[:2], self._plan
+    def read(self, layer: int, start: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [R, K, L, d] of the first ``length`` positions of ``rows`` rows from ``start``."""
         k_RKLd, v_RKLd = (t[layer][start : start + rows, :, :length] for t in (self._keys, self._values))
-        groups = q_RSHd.shape[2] // plan.num_kv_heads
-        q_RKGSd = q_RSHd.view(rows, queries, plan.num_kv_heads, groups, plan.head_dim).permute(0, 2, 3, 1, 4)
-        mask_R1QL = mask_RSL.repeat(1, groups, 1)[:, None]
-        out_RKQd = F.scaled_dot_product_attention(q_RKGSd.flatten(2, 3), k_RKLd, v_RKLd, attn_mask=mask_R1QL)
-        out_RKGSd = out_RKQd.view(rows, plan.num_kv_heads, groups, queries, plan.head_dim)
-        return out_RKGSd.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        return k_RKLd, v_RKLd
 
-    def copied(self, row: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return copies of the keys and values of the first ``length`` positions of a row, [K, L, d] per layer."""
+    def copied(self, row: int, length: int, prefix: Prefix | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return copies of the keys and values of ``prefix`` and the first ``length`` positions of a row, [K, L, d] per
+        layer."""
         keys, values = ([t[row, :, :length].clone() for t in tensors] for tensors in (self._keys, self._values))
+        if prefix is None:
+            return keys, values
+        both = (zip(shared, own, strict=True) for shared, own in ((prefix.keys, keys), (prefix.values, values)))
+        keys, values = ([torch.cat(pair, 1) for pair in pairs] for pairs in both)
         return keys, values
 
     def restore(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
@@ -110,6 +125,22 @@ class KVCache:
         for tensor in (*self._keys, *self._values):
             part = tensor[:, :, :length]
             part.index_copy_(0, targets, part.index_select(0, sources))
+
+
+def attend_more(
+    q_RSHd: Tensor, k_RKLd: Tensor, v_RKLd: Tensor, mask_RSL: Tensor, *, lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend S queries per row to L positions of the same row: [R, S, H, d].
+
+    Also returns the log-sum-exp of the scores, [R, S, H], if ``lse`` is set.
+    """
+    (rows, queries, heads, width), kv_heads = q_RSHd.shape, k_RKLd.shape[1]
+    groups = heads // kv_heads
+    q_RKGSd = q_RSHd.view(rows, queries, kv_heads, groups, width).permute(0, 2, 3, 1, 4)
+    mask_R1QL = mask_RSL.repeat(1, groups, 1)[:, None]
+    out_RKQd, lse_RKQ = attention(q_RKGSd.flatten(2, 3), k_RKLd, v_RKLd, mask_R1QL, lse=lse)
+    out_RSHd = out_RKQd.view(rows, heads, queries, width).transpose(1, 2)
+    return out_RSHd, lse_RKQ.reshape(rows, heads, queries).transpose(1, 2) if lse_RKQ is not None else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

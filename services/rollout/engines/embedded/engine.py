@@ -373,10 +373,11 @@ class EmbeddedEngine:
 
     def _run(self, admitted: list[Completion]) -> asyncio.Future[Outcome]:
         self._interrupt = False
+        following = self._requests.following
 
         def work() -> Outcome:
             if admitted:
-                self._batch.admit(admitted)
+                self._batch.admit(admitted, following)
             return self._batch.run(STEPS_PER_RUN, lambda: self._interrupt)
 
         return asyncio.get_running_loop().run_in_executor(self._thread, work)

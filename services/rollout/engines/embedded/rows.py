@@ -28,11 +28,13 @@ class Rows:
         self._features: Counter[str] = Counter()
         self._biases: dict[Completion, tuple[Tensor, Tensor]] = {}
         """(token ids [B], values added to their logits [B]) of each completion with a ``logit_bias``."""
-        self._ints = torch.zeros((7, capacity), dtype=torch.long, device=device)
+        self._ints = torch.zeros((8, capacity), dtype=torch.long, device=device)
         self._floats = torch.zeros((2, capacity), device=device, dtype=torch.float32)
-        self.length_R, self._prompt_R, self._limit_R, self._minimum_R, self._stream_R, self._top_k_R, self._greedy_R = (
-            self._ints
-        )
+        (
+            self.length_R, self.shared_R, self._prompt_R, self._limit_R, self._minimum_R, self._stream_R,
+            self._top_k_R, self._greedy_R,
+        ) = self._ints  # fmt: skip
+        """``shared_R``: number of first tokens whose keys and values are in a prefix, not in the row of the cache."""
         self._temperature_R, self._top_p_R = self._floats
         self._stops_RK = torch.full((capacity, 1), -1, dtype=torch.long, device=device)
         self.tokens_RC = torch.zeros((capacity, 0), dtype=torch.long, device=device)
@@ -51,18 +53,24 @@ class Rows:
             self.tokens_RC = torch.nn.functional.pad(self.tokens_RC, (0, extra))
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
-    def add(self, completions: Sequence[Completion], version: int, weights: str = "") -> None:
-        """Append a row for each completion, without output of this engine yet; tokens of ``begun`` count as output."""
+    def add(
+        self, completions: Sequence[Completion], version: int, weights: str = "", shared: Sequence[int] = ()
+    ) -> None:
+        """Append a row for each completion, without output of this engine yet; tokens of ``begun`` count as output.
+
+        Args:
+            shared: number of tokens in the prefix of each row; empty: no row has one.
+        """
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []
         width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))
         self._stops_RK = torch.nn.functional.pad(self._stops_RK, (0, width - self._stops_RK.shape[1]), value=-1)
-        for c in completions:
+        for c, num_shared in zip(completions, shared or [0] * len(completions), strict=True):
             c.adopt(version, weights, 0)
             s, length = c.sampling, len(c.prompt_ids)
             prompt = length - c.num_begun
             limits = prompt + s.max_new_tokens, prompt + s.min_new_tokens
-            ints.append((length, prompt, *limits, stream_of(c.seed), s.top_k, int(s.temperature == 0)))
+            ints.append((length, num_shared, prompt, *limits, stream_of(c.seed), s.top_k, int(s.temperature == 0)))
             floats.append((s.temperature or 1.0, s.top_p))
             stops.append((*c.stop_ids, *[-1] * (width - len(c.stop_ids))))
             self._features.update(_features(c))
@@ -174,6 +182,10 @@ class Rows:
         """Return the prompt and output tokens of a row."""
         prompt_ids, length = self.completions[row].prompt_ids, int(self.length_R[row])
         return prompt_ids if length == len(prompt_ids) else self.tokens_RC[row, :length].tolist()
+
+    def own_lengths(self, stop: int) -> list[int]:
+        """Return the number of tokens after its prefix of each row before ``stop``."""
+        return list((self.length_R - self.shared_R)[:stop].tolist())
 
     def tail(self, row: int, num: int) -> list[int]:
         """Return the last ``num`` tokens of a row."""
