@@ -262,9 +262,8 @@ PRIVATE_NAMES = {
 """Common words that say too little, or something else, as the whole name of a class or module."""
 PRIVATE_WORDS_ALLOWED = {
     "services/coordinator/api/jobs/deadletters.py": ({"letter"}, "parameter of the routes of dead letters"),
-    "services/coordinator/leader/runner.py": ({"told"}, "is_told"),
     "services/coordinator/queries/samples.py": ({"letter", "letters"}, "of the alphabet"),
-    "services/coordinator/training/run.py": ({"letter", "fate"}, "field of Redrawn; a local variable"),
+    "services/coordinator/training/run.py": ({"letter"}, "field of Redrawn"),
     "services/reward/scorers/similarity.py": ({"letters"}, "of the alphabet"),
     "shared/config/online/patterns.py": ({"letter"}, "of the alphabet"),
     "shared/protocol/events/training.py": ({"letter"}, "stored field of Redrawn"),

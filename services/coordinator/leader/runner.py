@@ -265,14 +265,14 @@ class JobRunner:
             await self._evaluate()
             await self._follow_best()
             await self._settle_operations()
-            is_asking, is_told = self.commands.follow(self.run, self.inputs), self._report_status()
+            is_asking, was_reported = self.commands.follow(self.run, self.inputs), self._report_status()
             if self._may_finish():
                 await self._commit(self.run.finish(self.inputs, summary.summary_of(self.run.state)))
                 break
             is_idle = not (self._decided or is_asking or self.desired_state.pending)
             self._decided, rest_s = False, min(2 * rest_s, IDLE_S) if is_idle else TICK_S
             spread_s = random.uniform(0.5, 1.0) * rest_s  # spreads jobs that were woken together
-            await self.inbox.take(TICK_S, rest_s=spread_s if is_told else TICK_S)
+            await self.inbox.take(TICK_S, rest_s=spread_s if was_reported else TICK_S)
         await self._close_supply()
         await self._settle_operations()
         self._report_status(force=True)
@@ -526,8 +526,8 @@ class JobRunner:
         self._inputs = replace(self._inputs, new_best=goals.wanted(state))
 
     async def _settle_operations(self) -> None:
-        letters = DeadLetterQueue(self.bus)
-        replayed = await self.desired_state.replay(self.run, self.inputs, letters, self._commit, self.supply)
+        dead_letters = DeadLetterQueue(self.bus)
+        replayed = await self.desired_state.replay(self.run, self.inputs, dead_letters, self._commit, self.supply)
         for done in [*self.desired_state.settle(self.run), *replayed]:
             self.outbox.later(partial(self.store.finish_operation, self.job, done))
 

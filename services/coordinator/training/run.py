@@ -206,8 +206,8 @@ class JobRun:
             self.failed_streak += 1
             if self.failed_streak >= FAILED_STREAK * self.config.groups_per_batch:
                 reason = header.error or "scorers failed on every completion"
-                fate = "were lost" if isinstance(self.config, EmbodiedJob) else "could not be scored"
-                text = f"{self.failed_streak} groups in a row {fate}: {reason}"
+                outcome = "were lost" if isinstance(self.config, EmbodiedJob) else "could not be scored"
+                text = f"{self.failed_streak} groups in a row {outcome}: {reason}"
                 self.fail(JobFailure(code="not_scored", message=text))
         elif verdict is Verdict.ACCEPT:
             self.failed_streak = 0

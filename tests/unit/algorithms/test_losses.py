@@ -28,6 +28,7 @@ from penstock.shared.algorithms.policy_loss import (
 )
 from penstock.shared.algorithms.statistics import moments
 from penstock.shared.algorithms.supervised import dpo_loss, sequence_logprobs, supervised_loss
+from penstock.shared.algorithms.trust_region import dppo_loss, gmpo_loss, sapo_loss
 from penstock.shared.algorithms.value_loss import (
     clipped_value_loss,
     explained_variance,
@@ -45,6 +46,8 @@ OF_TOKENS: dict[str, Callable[..., Tensor]] = {
     "policy_gradient": lambda *a: policy_gradient_loss(*a).loss_M,
     "gspo": lambda *a: gspo_loss(*a, ROWS, **CLIP).loss_M,
     "cispo": lambda *a: cispo_loss(*a, **CLIP).loss_M,
+    "sapo": lambda *a: sapo_loss(*a, tau_positive=1.0, tau_negative=1.05).loss_M,
+    "dppo": lambda *a: dppo_loss(*a, divergence_low=0.2, divergence_high=0.2, max_weight=3.0).loss_M,
     "decoupled": lambda p, b, a: decoupled_loss(p, b, b, a, **CLIP, high=2.0).loss_M,
 }
 
@@ -65,7 +68,14 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient(name: str) -> None:
     torch.testing.assert_close(gradient, -advantages, rtol=0, atol=1e-12)
 
 
-DIFFERENTIABLE = {name: OF_TOKENS[name] for name in ("clip", "dual_clip", "policy_gradient")}
+def test_at_ratio_1_the_geometric_mean_has_the_gradient_of_the_sequence_mean() -> None:
+    policy, _, advantages = draw(0)
+    loss = sequence_mean(gmpo_loss(policy, policy.detach(), advantages, ROWS, **CLIP).loss_M, LENGTHS, num_sequences=3)
+    (gradient,) = torch.autograd.grad(loss, policy)
+    torch.testing.assert_close(gradient, -advantages / LENGTHS / 3, rtol=0, atol=1e-12)
+
+
+DIFFERENTIABLE = {name: OF_TOKENS[name] for name in ("clip", "dual_clip", "policy_gradient", "sapo")}
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
@@ -73,6 +83,11 @@ DIFFERENTIABLE = {name: OF_TOKENS[name] for name in ("clip", "dual_clip", "polic
 def test_gradcheck(name: str, seed: int) -> None:
     policy, behaviour, advantages = draw(seed, spread=0.8)
     assert torch.autograd.gradcheck(lambda p: DIFFERENTIABLE[name](p, behaviour, advantages).sum(), (policy,))
+
+
+def test_gradcheck_of_the_geometric_mean() -> None:
+    policy, behaviour, advantages = draw(3, spread=0.8)
+    assert torch.autograd.gradcheck(lambda p: gmpo_loss(p, behaviour, advantages, ROWS, **CLIP).loss_M.sum(), (policy,))
 
 
 def test_gspo_has_the_value_and_the_gradient_of_the_sequence_ratio() -> None:
@@ -126,6 +141,15 @@ def test_the_dual_clip_bounds_bad_tokens_only() -> None:
     (gradient,) = torch.autograd.grad(loss.loss_M.sum(), policy)
     torch.testing.assert_close(gradient, torch.tensor([0.0, 0.0, math.exp(0.5)]))
     assert loss.clipped_high_M.tolist() == [True, True, False]
+
+
+def test_dppo_lets_a_rare_token_change_its_ratio() -> None:
+    """Both ratios are 3: 1 % to 3 % is a small change of the policy, 20 % to 60 % is not."""
+    behaviour = torch.tensor([0.01, 0.2]).log()
+    policy = (behaviour + math.log(3)).requires_grad_()
+    loss = dppo_loss(policy, behaviour, torch.ones(2), divergence_low=0.2, divergence_high=0.2, max_weight=10.0)
+    (gradient,) = torch.autograd.grad(loss.loss_M.sum(), policy)
+    torch.testing.assert_close(gradient, torch.tensor([-3.0, 0.0]))
 
 
 def test_importance_weights() -> None:

@@ -46,8 +46,8 @@ def plain_attention_lse(
     (rows, heads, queries, width), length = q_RKQd.shape, k_RKLd.shape[2]
     some = max(1, MAX_SCORES // (rows * heads * length))
     if queries > some:
-        masks = [None] * queries if mask_R1QL is None else mask_R1QL.expand(-1, -1, queries, -1).split(some, 2)
-        parts = zip(q_RKQd.split(some, 2), masks, strict=False)
+        masks = [None] * queries if mask_R1QL is None else torch.split(mask_R1QL.expand(-1, -1, queries, -1), some, 2)
+        parts = zip(torch.split(q_RKQd, some, 2), masks, strict=False)
         found = [plain_attention_lse(q, k_RKLd, v_RKLd, mask) for q, mask in parts]
         return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
     scores_RKQL = (q_RKQd @ k_RKLd.transpose(2, 3)).float() * width**-0.5

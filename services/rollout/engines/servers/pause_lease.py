@@ -95,10 +95,10 @@ def _watch(parent: int, url: str) -> None:
         # A process that the parent forked may keep the pipe open.
         is_alive = os.getppid() == parent
         if select.select([0], [], [], _POLL_S)[0]:
-            told = os.read(0, 4096)
-            if not told:
+            message = os.read(0, 4096)
+            if not message:
                 break
-            held = told[-1:] == _HELD
+            held = message[-1:] == _HELD
         elif not is_alive:
             break
     if held:
