@@ -374,7 +374,7 @@ async def test_items_admitted_during_a_deletion_keep_their_body(scene: Scene, mo
 
             return reads
 
-        monkeypatch.setattr(Eraser, "_made", then_admit(Eraser._made))
+        monkeypatch.setattr(Eraser, "_lineages", then_admit(Eraser._lineages))
         await erase(scene.bus, "gone")
         mine = {one[0].ordinal for one in (await scene.admitted(items[1:])).values()}
         async with scene.worker():
@@ -393,7 +393,7 @@ async def test_items_admitted_while_they_are_stored_anew_count_once(
     )  # fmt: skip
     await scene.post(*items)
     await scene.post(waits)  # keeps the start position between the original message and its copy
-    made = Eraser._made
+    made = Eraser._lineages
     async with AsyncExitStack() as leaders, scene.worker():
 
         async def train_first(self: Eraser, *args: Any) -> Any:
@@ -409,7 +409,7 @@ async def test_items_admitted_while_they_are_stored_anew_count_once(
                 await leaders.aclose()
             return found
 
-        monkeypatch.setattr(Eraser, "_made", train_first)
+        monkeypatch.setattr(Eraser, "_lineages", train_first)
         await erase(scene.bus, "gone")
         messages = await scene.bus.read(subjects.FEEDBACK, subjects.feedback(scene.job))
         assert [RESTORED_HEADER in message.headers for message in messages] == [False, False, True]
