@@ -79,6 +79,7 @@ __all__ = [
     "UnreadableWeights",
     "Unsupported",
     "WeightsError",
+    "class_named",
 ]
 
 
@@ -238,3 +239,13 @@ class ToolError(PenstockError):
 class SandboxError(PenstockError):
     """Programs cannot be contained on this machine, or a sandbox failed. Failures of the contained program do not raise
     this error."""
+
+
+def class_named(name: str) -> type[PenstockError]:
+    """Return the exception class that another process named, to be raised with the message it sent.
+
+    An unknown name, or that of a ``Refused``, which needs more than a message, gives ``PenstockError``.
+    """
+    found = globals().get(name) if name in __all__ else None
+    is_plain = isinstance(found, type) and issubclass(found, PenstockError) and not issubclass(found, Refused)
+    return found if is_plain else PenstockError

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from penstock.shared import errors
-from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
+from penstock.shared.errors import PenstockError, ProtocolError, Unavailable, class_named
 from penstock.shared.protocol.permissions import inbox_of
 from penstock.shared.transport.connection import Connection, Subscription
 from penstock.shared.transport.inbox import Raw
@@ -109,9 +108,7 @@ def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
 
 def error_of(name: str, message: bytes) -> PenstockError:
     """Return the exception for a class name and a message from ``error_reply``."""
-    kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
-    error: PenstockError = kind(message.decode("utf-8", "replace"))
-    return error
+    return class_named(name)(message.decode("utf-8", "replace"))
 
 
 def answer_of(reply: Raw) -> bytes:

@@ -204,7 +204,7 @@ class CollectivePublisher:
                     size = len(self._members) + 1
                     self._group = _Group(self._kind, prefix, 0, size, address=self._host)
                 self._group.broadcast(data)
-        except (RuntimeError, NotFound, WeightsError) as error:
+        except (RuntimeError, NotFound, OSError, WeightsError) as error:
             logger.warning("the broadcast of weights to %s broke: %s", ", ".join(self._members), _line(error))
             self._rests_until = time.monotonic() + AGAIN_S
             self._end_group()

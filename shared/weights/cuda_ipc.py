@@ -357,9 +357,11 @@ class CudaIpcReceiver:
                 mapped = _Mapped(owner, LockedFile.open(_mapped_path(self._directory, owner)))
             if not mapped.lock.try_shared() or not self._lives(owner):
                 raise NotFound("its publisher ended")
-        except NotFound:
+        except (NotFound, Unavailable) as error:
             if mapped is not None:
                 mapped.close()
+            if isinstance(error, Unavailable):
+                raise
             raise NotFound("the process that published it ended, and its device memory with it") from None
         self._mapped[job] = mapped
         return mapped

@@ -6,6 +6,6 @@ users (bucket `privacy`), and deletions of a user's data. It does not decide whi
 
 Callers: the routes of `api/`, through the ``FeedbackService`` that `service` creates and keeps running; `serving/` asks
 it for objections of users, `online/` for consents, deletions and ids of purged items. It uses `jobs/`, `training/`, the
-dead letters of `leader/`, and the modules `auth`, `payload`, `problems` and `shares`; it never imports `api/`,
+dead letters of `leader/`, and the modules `auth`, `payload` and `shares`; it never imports `api/`,
 `finetuning/`, `online/`, `queries/` or `serving/`.
 """

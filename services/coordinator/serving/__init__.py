@@ -6,8 +6,8 @@ other replicas must know is in the buckets `answers` and `episodes`; rollout wor
 interactions.
 
 Callers: the routes of `api/`, through the ``Gateway`` that `service` creates and keeps running. It uses `jobs/`,
-`training/` (the canary's share of conversations), `feedback/` (objections of users), and the modules `payload`,
-`problems` and `shares`; it never imports `api/`, `online/` or `queries/`.
+`training/` (the canary's share of conversations), `feedback/` (objections of users), and the modules `payload`
+and `shares`; it never imports `api/`, `online/` or `queries/`.
 """
 
 from penstock.services.coordinator.serving.gateway import Gateway

@@ -21,7 +21,6 @@ from penstock.services.coordinator.serving.replicas import Replicas
 from penstock.services.coordinator.serving.retries import Retries, key_of
 from penstock.services.coordinator.serving.threads import KEEP_S, Threads
 from penstock.services.coordinator.training.canary import is_in_canary
-from penstock.shared import errors
 from penstock.shared.errors import (
     Gone,
     NotFound,
@@ -31,6 +30,7 @@ from penstock.shared.errors import (
     RateLimited,
     RetryLater,
     Unavailable,
+    class_named,
 )
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -325,7 +325,7 @@ class Gateway:
         answer = self._answers.get(failure.request)
         if answer is None or answer.worker not in ("", worker):
             return
-        kind = getattr(errors, failure.error, PenstockError) if failure.error in errors.__all__ else PenstockError
+        kind = class_named(failure.error)
         if issubclass(kind, Unavailable):
             self.recover(answer)
         else:

@@ -14,8 +14,7 @@ import logging
 from msgspec.structs import replace
 
 from penstock.services.coordinator.serving.answer import Answer
-from penstock.shared import errors
-from penstock.shared.errors import Conflict, PenstockError, ProtocolError, Unavailable
+from penstock.shared.errors import Conflict, PenstockError, ProtocolError, Unavailable, class_named
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.live.inference import (
@@ -152,7 +151,8 @@ class Relay:
                 continue
             except PenstockError as error:
                 name = type(error).__name__
-                failure = Failure(self._answer.id, name if name in errors.__all__ else "Unavailable", str(error))
+                is_known = class_named(name) is not PenstockError
+                failure = Failure(self._answer.id, name if is_known else "Unavailable", str(error))
                 await self._send(Chunks(self.name, failures=[failure]))
                 return
             if not chunks:

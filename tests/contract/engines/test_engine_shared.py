@@ -185,3 +185,10 @@ def test_matrix_products_give_what_the_kernel_gives(monkeypatch: pytest.MonkeyPa
         for own in (None, mask):
             expected, found = attention.attention_lse(q, k, v, own), attention.plain_attention_lse(q, k, v, own)
             assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(expected, found, strict=True))
+
+
+def test_matrix_products_have_float32_scores_of_bfloat16_queries() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, size, 64, generator=numbers).bfloat16() * 3 for size in (5, 11, 11))
+    _, lse = attention.plain_attention_lse(q, k, v)
+    torch.testing.assert_close(lse, attention.plain_attention_lse(q.float(), k.float(), v.float())[1])

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -79,17 +79,24 @@ def server(tmp_path: Path) -> Iterator[Paused]:
         thread.join()
 
 
-def kill_a_worker(server: Paused, *steps: str) -> None:
-    """Kill a worker that has taken these steps, and wait until its watchdog has ended."""
+def kill_a_worker(server: Paused, *steps: str, signalled: Sequence[signal.Signals] = (), stderr: int = 2) -> None:
+    """Kill a worker that has taken these steps, and wait until its watchdog has ended.
+
+    Args:
+        signalled: signals that the watchdog gets before.
+        stderr: descriptor of the standard error of both.
+    """
     url = f"http://127.0.0.1:{server.server_port}/go"
     folder = Path(pause_lease.__file__).parent
     command = [sys.executable, "-I", "-S", "-c", WORKER, str(folder), url, str(server.claim), *steps]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True) as worker:
         assert worker.stdout is not None
         watchdog, child = map(int, worker.stdout.readline().split())
         try:
             assert is_alive(watchdog)
             assert server.continued == []
+            for number in signalled:
+                os.kill(watchdog, number)
             worker.kill()
             worker.wait()
             wait_for_the_end(watchdog)
@@ -114,6 +121,21 @@ def test_a_worker_that_is_killed_in_a_pause_leaves_a_server_that_goes_on(server:
 
 def test_a_process_that_the_worker_forked_does_not_keep_the_pause(server: Paused) -> None:
     kill_a_worker(server, "hold", "fork")
+    assert server.continued == [("/go", True)] * 2
+
+
+def test_signals_to_all_processes_of_a_service_do_not_end_the_lease(server: Paused) -> None:
+    kill_a_worker(server, "hold", signalled=[signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+    assert server.continued == [("/go", True)] * 2
+
+
+def test_a_server_continues_although_the_log_ended_with_the_worker(server: Paused) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        kill_a_worker(server, "hold", stderr=write)
+    finally:
+        os.close(write)
     assert server.continued == [("/go", True)] * 2
 
 

@@ -10,10 +10,10 @@ import pytest
 from penstock.services.coordinator.serving import handover, retries
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.coordinator.serving.models import Served
-from penstock.shared.errors import Unavailable
+from penstock.shared.errors import ConfigError, PenstockError, RateLimited, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.live.inference import Claim, ClientSampling, InferenceRequest
+from penstock.shared.protocol.live.inference import Chunks, Claim, ClientSampling, InferenceRequest
 from penstock.shared.transport.bus import Bus
 
 FIRST, AGAIN = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}
@@ -25,6 +25,14 @@ async def until(true: Any) -> None:
     async with asyncio.timeout(60):
         while not await true():
             await asyncio.sleep(0.005)
+
+
+def request_of(id: str, gateway: str) -> InferenceRequest:
+    """A request that a gateway took."""
+    return InferenceRequest(
+        ids=[id], gateway=gateway, kind="chat", sampling=ClientSampling(seed=0), episode="e", key_id="k",
+        body_digest="d", started=0.0,
+    )  # fmt: skip
 
 
 async def asked(stack: Any, front: Any, **body: Any) -> asyncio.Task[Any]:
@@ -98,13 +106,28 @@ async def test_a_relay_ends_with_the_gateway_that_claimed_the_answer(bus: Any, m
     """The worker sends nothing, and the other gateway gives no sign of life."""
     monkeypatch.setattr(handover, "ABSENT_S", 0.2)
     served = Served(name="agent", job="job_x", online=True, version=0, created=0, hold_s=1.0)
-    request = InferenceRequest(
-        ids=["i"], gateway="here", kind="chat", sampling=ClientSampling(seed=0), episode="e", key_id="k",
-        body_digest="d", started=0.0,
-    )  # fmt: skip
-    relay = handover.Relay(bus, "here", Answer(served, request), Claim(key="k", request="i", gateway="there"))
+    relay = handover.Relay(
+        bus, "here", Answer(served, request_of("i", "here")), Claim(key="k", request="i", gateway="there")
+    )
     async with asyncio.timeout(30):
         await relay.run()
+
+
+@pytest.mark.parametrize(
+    ("error", "name"), [(RateLimited("capacity", "no"), "Unavailable"), (ConfigError("no"), "ConfigError")], ids=str
+)
+async def test_a_relay_sends_errors_by_a_name_that_the_other_gateway_can_raise(
+    bus: Any, error: PenstockError, name: str
+) -> None:
+    """A refusal needs more than a message: the other gateway recovers the answer instead."""
+    served = Served(name="agent", job="job_x", online=True, version=0, created=0, hold_s=1.0)
+    answer, sent = Answer(served, request_of("i", "here")), asyncio.Queue[Chunks]()
+    answer.fail(error)
+    to = subjects.inference_chunks("there")
+    async with asyncio.timeout(30), await bus.subscribe(to, lambda _, data: sent.put_nowait(unpack(data, Chunks)[0])):
+        await handover.Relay(bus, "here", answer, Claim(key="k", request="i", gateway="there")).run()
+        (failure,) = (await sent.get()).failures
+    assert (failure.error, failure.text) == (name, "no")
 
 
 @pytest.mark.long
@@ -145,11 +168,7 @@ async def test_a_note_that_is_not_stored_yet_is_found(stack_of: Any) -> None:
     async with stack_of() as stack, await Bus.connect(stack.server.url, name="dies") as bus:
         served = stack.gateway.find("agent")
         for n in range(200):
-            request = InferenceRequest(
-                ids=[f"i{n}"], gateway="dies", kind="chat", sampling=ClientSampling(seed=0), episode="e", key_id="k",
-                body_digest="d", started=0.0,
-            )  # fmt: skip
-            answer = Answer(served, request)
+            answer = Answer(served, request_of(f"i{n}", "dies"))
             answer.key = f"k{n}"
             await handover.Notes(bus, "dies").write(answer)
         with pytest.raises(Unavailable):  # the server has read it all

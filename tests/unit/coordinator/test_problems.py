@@ -12,6 +12,7 @@ from penstock.services.coordinator.api.http.replies import problem_response
 from penstock.services.coordinator.problems import HttpProblem, from_error
 from penstock.shared import errors
 from penstock.shared.errors import Flaw, PenstockError, Refused, RetryLater
+from penstock.shared.transport.serve import error_of
 
 PATH = "/v1/feedback"
 FLAW = Flaw(pointer="/value", detail="must be finite")
@@ -98,3 +99,11 @@ def test_a_refusal_survives_pickling_and_prints_its_detail(error: Refused) -> No
     assert (type(copy), str(copy), copy.code, copy.flaws) == (type(error), "no", "odd", error.flaws)
     if isinstance(error, RetryLater):
         assert copy.retry_after_s == error.retry_after_s
+
+
+@pytest.mark.parametrize("name", [*errors.__all__, "Exception", "class_named"])
+def test_an_error_of_another_process_is_raised_by_its_name(name: str) -> None:
+    error = error_of(name, b"no")
+    kind = getattr(errors, name, None)
+    is_plain = isinstance(kind, type) and issubclass(kind, PenstockError) and not issubclass(kind, Refused)
+    assert (type(error), str(error)) == (kind if is_plain else PenstockError, "no")

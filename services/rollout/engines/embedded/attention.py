@@ -50,7 +50,7 @@ def plain_attention_lse(
         parts = zip(torch.split(q_RKQd, some, 2), masks, strict=False)
         found = [plain_attention_lse(q, k_RKLd, v_RKLd, mask) for q, mask in parts]
         return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], 2)
-    scores_RKQL = (q_RKQd @ k_RKLd.transpose(2, 3)).float() * width**-0.5
+    scores_RKQL = q_RKQd.float() @ k_RKLd.float().transpose(2, 3) * width**-0.5
     if mask_R1QL is not None:
         scores_RKQL = scores_RKQL + mask_R1QL
     lse_RKQ = scores_RKQL.logsumexp(-1)

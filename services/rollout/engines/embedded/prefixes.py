@@ -89,7 +89,7 @@ class Prefixes:
         return self._of.get(completion)
 
     def join(self, completions: Sequence[Completion], following: Completion | None, *, at_least: int) -> None:
-        """Give new rows a prefix where another row has the same one, among them or before.
+        """Give new rows the prefix of rows that share it already, or one that several new rows begin with.
 
         Args:
             following: the next completion that will be admitted, if one waits.

@@ -7,9 +7,11 @@ This file imports the standard library only, so the watchdog starts fast and sta
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -89,7 +91,13 @@ class PauseLease:
 
 
 def _watch(parent: int, url: str) -> None:
-    """Wait until the parent closes the pipe or ends, then continue the server if it is paused."""
+    """Wait until the parent closes the pipe or ends, then continue the server if it is paused.
+
+    Only the pipe and the parent end the watchdog: a service manager that stops a group of processes, the worker among
+    them, signals the watchdog as well.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     held = False
     while True:
         # A process that the parent forked may keep the pipe open.
@@ -102,25 +110,31 @@ def _watch(parent: int, url: str) -> None:
         elif not is_alive:
             break
     if held:
-        sys.stderr.write(f"the rollout worker ended while the server was paused; continuing it: {url}\n")
-        _continue(url)
+        outcome = _continue(url)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the log may have ended with the worker
+            sys.stderr.write(f"the rollout worker ended while the server at {url} was paused; {outcome}\n")
 
 
-def _continue(url: str) -> None:
-    """Continue the server. A server that refuses connections has ended, and a new one is not paused."""
+def _continue(url: str) -> str:
+    """Continue the server, and return how that ended.
+
+    A server that refuses connections has ended, and a new one is not paused.
+    """
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     request = urllib.request.Request(url, b"{}", {"Content-Type": "application/json"}, method="POST")
-    num_answers, end = 0, time.monotonic() + LIMIT_S
+    num_answers, end, last = 0, time.monotonic() + LIMIT_S, "no answer"
     while time.monotonic() < end:
         try:
             with opener.open(request, timeout=_CALL_S):
                 num_answers += 1
         except (OSError, http.client.HTTPException) as error:
             if isinstance(getattr(error, "reason", None), ConnectionRefusedError):
-                return
+                return "the server has ended, too"
+            last = str(error) or type(error).__name__
         if num_answers == _NUM_ANSWERS:
-            return
+            return "it was continued"
         time.sleep(_AGAIN_S)
+    return "it was continued" if num_answers else f"it was not continued within {LIMIT_S:g} s: {last}"
 
 
 if __name__ == "__main__":
