@@ -63,7 +63,7 @@ async def run_env(bus: Bus) -> AsyncIterator[EnvService]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def open_session(bus: Bus, within_s: float = 10.0, **request: object) -> EnvOpened:
+async def open_session(bus: Bus, within_s: float = 30.0, **request: object) -> EnvOpened:
     data = pack(OpenEnv(**{"env_id": "CartPole-v1", "num_envs": 2, **request}), job=JOB)  # type: ignore[arg-type]
     async with asyncio.timeout(within_s):
         while True:
@@ -146,7 +146,7 @@ async def forgotten(service: EnvService) -> bool:
     return service.status() == {}
 
 
-async def eventually(holds: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> None:
+async def eventually(holds: Callable[[], Awaitable[bool]], within_s: float = 30.0) -> None:
     async with asyncio.timeout(within_s):
         while not await holds():
             await asyncio.sleep(0.05)

@@ -111,6 +111,13 @@ async def collect(bus: Bus, n: int, seen: list[Entry], prefix: str = "", *, incl
                 return
 
 
+async def begun(seen: list[Entry]) -> None:
+    """Wait until a watch has shown the first present value."""
+    async with asyncio.timeout(30):
+        while not seen:
+            await asyncio.sleep(0.01)
+
+
 async def test_a_watch_shows_present_values_and_changes(bus: Bus) -> None:
     kv = bus.kv(subjects.JOBS)
     await kv.put("job_1", b"old")
@@ -118,12 +125,12 @@ async def test_a_watch_shows_present_values_and_changes(bus: Bus) -> None:
     await kv.put("other.x", b"1")
     seen: list[Entry] = []
     watching = asyncio.create_task(collect(bus, 4, seen, "job_1"))
-    await asyncio.sleep(0.1)
+    await begun(seen)
     await kv.put("job_1.part", b"2")
     await kv.delete("job_1")
     await kv.put("job_12", b"not below the prefix")
     await kv.put("job_1", b"3")
-    await asyncio.wait_for(watching, 2)
+    await asyncio.wait_for(watching, 30)
     assert [(e.key, e.value) for e in seen] == [
         ("job_1", b"1"), ("job_1.part", b"2"), ("job_1", None), ("job_1", b"3"),
     ]  # fmt: skip
@@ -144,11 +151,11 @@ async def test_a_watch_heals_across_a_restart(bus: Bus, nats_server: NatsServer)
     await kv.put("a", b"0")
     seen: list[Entry] = []
     watching = asyncio.create_task(collect(bus, 3, seen))
-    await asyncio.sleep(0.1)
+    await begun(seen)
     nats_server.restart()
     await kv.put("a", b"1")
     await kv.put("b", b"2")
-    await asyncio.wait_for(watching, 4)
+    await asyncio.wait_for(watching, 30)
     assert [(e.key, e.value) for e in seen] == [("a", b"0"), ("a", b"1"), ("b", b"2")]
 
 
