@@ -11,7 +11,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long sglang-test mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test sims-test up down \
+.PHONY: help setup lock lint format type imports check test test-long sglang-test mutants docstrings chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test sims-test up down \
 	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-joining bench-embodied bench-robots bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-shared-prompts bench-online bench-sac bench-length bench-rambling bench-continue fresh package release clean
 
 help:  ## this list
@@ -56,6 +56,9 @@ test: $(BIN)/pytest  ## all tests but the long ones
 
 mutants: $(BIN)/pytest  ## change one rule of the core at a time: do the tests notice? (ARGS="--only gate.py")
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+docstrings:  ## draw 100 docstrings for a reader who has not seen the code (ARGS="--seed 1")
+	python3 tests/docstrings.py $(ARGS)
 
 chaos: $(BIN)/pytest  ## four jobs under a random schedule of faults (SEED=1 MINUTES=15 ARGS="--kinds kill,stop")
 	$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),15) $(ARGS)
