@@ -187,6 +187,31 @@ def test_the_staleness_of_a_job_is_drawn(stack: Any, page: Page, enter: Any, run
     assert float(value) == pytest.approx(measured[int(step)], rel=0.05, abs=0), "as rounded on the page"
 
 
+def test_a_running_job_is_changed(stack: Any, page: Page, enter: Any, running: str) -> None:
+    """Only what differs from the job file is sent."""
+    before = stack.client.get(running).spec
+    enter(page, stack, where=f"#/jobs/{running}")
+    button = page.locator(".actions").get_by_role("button", name="amend", exact=True)
+    button.click()
+    dialog = opened(page, "Change acted")
+    rate, labels = dialog.get_by_label("Learning rate"), dialog.get_by_label("Labels (metadata)")
+    expect(rate).to_have_value(str(before["optimizer"]["learning_rate"]))
+    dialog.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_text("acted: nothing was changed.").wait_for()
+    button.click()
+    opened(page, "Change acted")
+    rate.fill("0.00025")
+    labels.fill("owner=ana\nproject=house")
+    dialog.get_by_role("button", name="Change", exact=True).click()
+    page.get_by_text(re.compile(r"^acted: amend is asked for from update [\d,]+ on\.$")).wait_for()
+    expected = before | {
+        "optimizer": before["optimizer"] | {"learning_rate": 0.00025}, "metadata": {"owner": "ana", "project": "house"},
+    }  # fmt: skip
+    stack.until(lambda: stack.client.get(running).spec == expected, "the new job file")
+    measured = lambda: stack.client.metrics(running, names="optimizer/lr")["series"].get("optimizer/lr")  # noqa: E731
+    stack.until(lambda: (measured() or [0.0])[-1] == pytest.approx(0.00025), "an update at the new rate")
+
+
 def test_workers_are_scaled_and_dialogs_of_a_job_are_left(stack: Any, page: Page, enter: Any, running: str) -> None:
     enter(page, stack, where=f"#/jobs/{running}")
     for verb, title in (("cancel", "Cancel acted?"), ("amend", "Change acted")):
