@@ -1,4 +1,4 @@
-"""Free space in the stream LEDGER: fill levels from which users are warned, and from which new jobs are refused."""
+"""Fill levels of the stream LEDGER: from one on, users are warned; from a higher one on, new jobs are refused."""
 
 from __future__ import annotations
 

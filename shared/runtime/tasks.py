@@ -69,7 +69,7 @@ class WorkSlice:
         self._began = time.monotonic()
 
     async def end(self) -> None:
-        """Yield to the event loop if the time slice of the loop is used up."""
+        """End the work on one item: let other tasks run if this slice has lasted ``seconds``."""
         if time.monotonic() - self._began >= self.seconds:
             await asyncio.sleep(self.rest_s)
             self._began = time.monotonic()

@@ -180,8 +180,8 @@ class LeaderEpochs:
         self.epochs = dict(epochs or {})
 
     def is_gone(self, job: str, epoch: int) -> bool:
-        """Return True if a later leader of the job has already published; else record ``epoch`` and return False. Epoch
-        0 means that no leader sent the message."""
+        """Return True if a leader of the job with an epoch above ``epoch`` has published already; else record ``epoch``
+        and return False. Messages that no leader sent have epoch 0."""
         newest = self.epochs.get(job, 0)
         if 0 < epoch < newest:
             return True

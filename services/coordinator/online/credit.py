@@ -83,7 +83,9 @@ def longest_earlier_prefix(
 
 
 class _PrefixNode:
-    """Node in a tree of prefixes: one text and its positions (``places``), lowest first. The root has the empty text.
+    """Node in a tree of prefixes: a whole prefix and the positions of its turns (``places``), lowest first.
+
+    The root is the empty prefix.
 
     Attributes:
         earlier: node of the longest prefix with a lower position. These links form a chain down to the root.

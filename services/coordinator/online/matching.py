@@ -432,7 +432,8 @@ class Matching:
         return found | {key for key in self.ready if any(map(self._opted_out, self.episodes[key].users))}
 
     def _index_turn(self, key: str, seq: int, interaction: Interaction) -> None:
-        """Index an episode by the sequence of a turn, and by the versions that may change the episode's outcome."""
+        """Index an episode by the stream sequence number of a turn, and by the policy versions whose publication
+        may change the episode's outcome."""
         self._turn_seqs.put(seq, key)
         for version in self._versions(interaction):
             self._by_version.setdefault(version, {})[key] = None

@@ -70,7 +70,7 @@ class Audit:
     decisions_checked: int = 0
 
     def find(self, check: str, text: str) -> None:
-        """Record a violation."""
+        """Record that ``check`` found a violation."""
         self.violations.setdefault(check, []).append(text)
 
     def report(self) -> dict[str, Any]:

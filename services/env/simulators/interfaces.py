@@ -71,7 +71,7 @@ class Restorable(Environment, Protocol):
 
 
 class Filmable(Restorable, Protocol):
-    """An environment with a camera. Its methods for snapshots work only if its spec has ``snapshots: True``."""
+    """An environment with a camera. ``snapshot`` and ``restore`` work only if its spec has ``snapshots: True``."""
 
     frames_per_s: float
     """Steps per second of simulated time."""

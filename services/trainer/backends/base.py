@@ -110,7 +110,8 @@ class Backend(Protocol):
         """Counts of the tokens that each expert receives in a trained mixture of experts; None for other models."""
 
     def route(self, microbatch: Microbatch | None) -> None:
-        """Count in ``routers`` the experts that the tokens of ``microbatch`` visit, without gradient.
+        """Run ``microbatch`` forward without gradient, and add the experts that its tokens visit to the counts of
+        ``routers``.
 
         Call it for all microbatches of a minibatch before ``accumulate``.
         """

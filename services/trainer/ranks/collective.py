@@ -16,7 +16,8 @@ __all__ = ["Alone", "Collective", "union"]
 
 
 class Collective(Protocol):
-    """Group of ranks of one trainer that exchange small host data. Backends exchange gradients and weights."""
+    """Group of ranks of one trainer that exchange small host data. Gradients and weights take other ways, in the
+    backends."""
 
     @property
     def rank(self) -> int:

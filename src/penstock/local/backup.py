@@ -238,7 +238,8 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Return the path of a job's newest checkpoint that was not rolled back, at ledger position ``mark``; '' if none.
+    """Return the path of the newest checkpoint that no rollback had undone up to ledger position ``mark``; '' if there
+    is none.
 
     Raises:
         ArchiveError: a part of the ledger is missing.

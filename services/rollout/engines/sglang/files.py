@@ -50,7 +50,7 @@ class VersionFiles:
 
     @property
     def claim(self) -> int:
-        """Return the descriptor of the lock on the server at ``sglang_url``; -1 without URL."""
+        """Descriptor of the lock that this worker holds on the server at ``sglang_url``; -1 if the URL is empty."""
         return self._claim
 
     def _sweep(self) -> None:
