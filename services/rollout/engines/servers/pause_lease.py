@@ -79,9 +79,13 @@ class PauseLease:
         self.close()
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()), self._url],
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, pass_fds=self._inherited,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=self._inherited,
             start_new_session=True,
         )  # fmt: skip
+        with self._watchdog.stdout as ready:  # type: ignore[union-attr]
+            if not select.select([ready], [], [], _CALL_S)[0] or not ready.read(1):
+                self._watchdog.kill()
+                raise OSError(f"the watchdog of the server at {self._url} did not start within {_CALL_S:g} s")
 
     def _tell(self, state: bytes) -> None:
         """Write to the pipe. The byte is in the kernel when this returns, and outlives this process."""
@@ -98,6 +102,7 @@ def _watch(parent: int, url: str) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    os.write(1, b".")  # the parent waits for it before it pauses the server
     held = False
     while True:
         # A process that the parent forked may keep the pipe open.
