@@ -247,5 +247,6 @@ def class_named(name: str) -> type[PenstockError]:
     An unknown name, or that of a ``Refused``, which needs more than a message, gives ``PenstockError``.
     """
     found = globals().get(name) if name in __all__ else None
-    is_plain = isinstance(found, type) and issubclass(found, PenstockError) and not issubclass(found, Refused)
-    return found if is_plain else PenstockError
+    if isinstance(found, type) and issubclass(found, PenstockError) and not issubclass(found, Refused):
+        return found
+    return PenstockError
