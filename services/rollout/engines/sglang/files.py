@@ -125,7 +125,7 @@ def _claim(settings: ServiceSettings) -> int:
     except BlockingIOError:
         os.close(lock)
         raise Unavailable(
-            f"the SGLang at {settings.sglang_url} takes one job at a time: it works for another one, or is being"
+            f"the SGLang at {settings.sglang_url} takes one job at a time: it works for another job, or is being"
             " continued after its worker died"
         ) from None
     return lock
