@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.services.coordinator.auth import is_loopback
 from penstock.services.coordinator.graders import GraderBench
-from penstock.services.coordinator.jobs.environments import check_camera, describe_environment
+from penstock.services.coordinator.jobs.environments import check_camera, check_followed, describe_environment
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.retention import check_room
@@ -224,7 +224,7 @@ async def _plan_embodied(
         warnings.append(f"no env worker runs here: {sim.backend} '{sim.task}' is checked when the job begins")
     else:
         plan["environment"] = msgspec.to_builtins(found := await describe(spec))
-        warnings += check_camera(spec, found)
+        warnings += check_camera(spec, found) + check_followed(spec, found)
         if shown is not None:
             check_demonstrations(shown, spec.policy.observations, found)
     held_out = spec.evaluation

@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 from gymnasium.wrappers import FrameStackObservation
 from numpy.typing import NDArray
 
@@ -124,6 +125,22 @@ class PointReach(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
         return self._state.astype(np.float32), -distance - 0.1, bool(distance < 0.05), False, {}
 
 
+class Solvable(CartPoleEnv):
+    """Cart pole with a camera; each step says that the task is not solved."""
+
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        observation, reward, over, cut, _ = super().step(action)
+        return observation, float(reward), over, cut, {"is_success": False}
+
+
+class Late(CartPoleEnv):
+    """Cart pole whose last step alone says if the task is solved: if the pole falls to the right."""
+
+    def step(self, action: Any) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        observation, reward, over, cut, _ = super().step(action)
+        return observation, float(reward), over, cut, {"success": bool(observation[2] > 0)} if over else {}
+
+
 class Restless(PointReach):
     """Begins in another state each time, even for the same seed, as a simulator does that keeps state over a reset."""
 
@@ -148,7 +165,7 @@ class Brittle(Fragile):
         self.image, self.steps = values["image"], values["steps"]
 
 
-for entry_point in (Fragile, Camera, Slow, Stuck, Restless, Brittle):
+for entry_point in (Fragile, Camera, Slow, Stuck, Restless, Brittle, Solvable, Late):
     gymnasium.register(f"{entry_point.__name__}-v0", entry_point=entry_point)
 
 gymnasium.register("PointReach-v0", entry_point=PointReach, max_episode_steps=20)

@@ -290,6 +290,24 @@ def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None
         filmed.close()
 
 
+@pytest.mark.parametrize(
+    ("env_id", "picture", "reports"),
+    [
+        ("CartPole-v1", None, False),
+        ("simulated_envs:Fragile-v0", None, True),
+        ("simulated_envs:Solvable-v0", SMALL, True),
+        ("simulated_envs:Late-v0", None, False),
+    ],
+)
+def test_the_first_step_says_if_a_simulator_reports_success(
+    monkeypatch: pytest.MonkeyPatch, env_id: str, picture: Picture | None, reports: bool
+) -> None:
+    """A simulator that reports success only at the end of an episode is described as one that does not."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    request = OpenEnv(env_id=env_id, num_envs=1, picture=picture)
+    assert describe_simulator(request, NOWHERE).has_success is reports
+
+
 def test_a_simulator_without_a_camera_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     blind = describe_simulator(OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=1, camera=True), NOWHERE)

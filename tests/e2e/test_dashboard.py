@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from playwright.sync_api import Page, expect
 
+from penstock.client import Client
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.ids import new_job_id
@@ -41,6 +42,9 @@ LIVE = {
 }
 LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
 """Changes that make a job so long that only the test ends it, however fast the machine is."""
+
+CELLS = "(table) => [...table.tBodies[0].rows].map((row) => [...row.cells].map((cell) => cell.innerText))"
+"""Program that returns the texts of the cells of a table, by row."""
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +218,57 @@ def test_the_status_of_feedback_is_shown(stack: Any, page: Page, enter: Any, mak
     for scheme, size in SIZES.items():
         page.set_viewport_size(size)  # type: ignore[arg-type]
         examine(page, scheme, ["judged", *FEEDBACK])
+    stack.client.cancel(job, force=True)
+    stack.finish(job)
+
+
+@pytest.mark.long
+def test_feedback_and_answers_are_counted(stack: Any, page: Page, enter: Any, make_job: Any) -> None:
+    """Two keys judge three answers, and answers that do not exist; an episode ends without feedback on its answer.
+
+    An answer waits for `liked`, which the job declares, but not for `reward`. The batch never fills.
+    """
+    online = {"metrics": {"liked": {"type": "boolean"}}, "max_wait_s": 600}
+    spec = {**make_job(name="counted"), **LIVE, "online": online}
+    job = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
+    body = {"model": job, "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
+
+        def answer(base_url: str) -> str:
+            reply = stack.until(
+                lambda: (found := http.post(f"{base_url}/chat/completions", json=body)).is_success and found.json(),
+                "an answer", 90, lambda: stack.client.why(job),
+            )  # fmt: skip
+            return str(reply["id"])
+
+        good, bad, undecided = (answer(f"{stack.stack.url}/v1") for _ in range(3))
+        episode = stack.client.episodes.open(job)
+        answer(episode.base_url)
+    stack.client.episodes.end(episode.id)
+    ada, ben = (stack.client.keys.create(name, ["feedback:write"]) for name in ("ada", "ben"))
+    with Client(stack.stack.url, api_key=ada.key) as client:
+        client.feedback("liked", True, inference=good)
+        client.feedback("liked", False, inference=bad)
+        client.feedback("liked", True, inference=new_marked_id(job))
+        withdrawn = client.feedback("liked", True, inference=new_marked_id(job)).feedback_id
+    with Client(stack.stack.url, api_key=ben.key) as client:
+        client.feedback("reward", 0.5, inference=undecided)
+    stack.client.retract(withdrawn)
+    expected = {
+        "Feedback by metric and source": [
+            ["liked", ada.id, "admitted", "2"], ["liked", ada.id, "received", "1"], ["liked", ada.id, "retracted", "1"],
+            ["reward", ben.id, "matched", "1"],
+        ],
+        "What became of the answers": [["admitted", "feedback", "2"], ["rejected", "no_feedback", "1"]],
+    }  # fmt: skip
+    enter(page, stack, where=f"#/jobs/{job}/feedback")
+
+    def shown() -> dict[str, list[list[str]]]:
+        return {name: sorted(page.get_by_role("table", name=name).evaluate(CELLS)) for name in expected}
+
+    stack.until(lambda: shown() == expected, "the rows of both tables", 60, shown)
+    for made in (ada, ben):
+        stack.client.keys.revoke(made.id)
     stack.client.cancel(job, force=True)
     stack.finish(job)
 

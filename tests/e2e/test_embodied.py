@@ -201,13 +201,16 @@ def test_a_policy_is_trained_on_images_of_a_camera(stack: Any, algorithm: str) -
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("example", "options"),
-    [("gym-pendulum-world-model-ppo", ()), ("metaworld-reach-world-model-ppo", ("--hold", "16"))],
+    ("example", "options", "success"),
+    [("gym-pendulum-world-model-ppo", (), None), ("metaworld-reach-world-model-ppo", ("--hold", "16"), 0.0)],
 )
 def test_a_policy_of_a_world_model_is_measured_in_the_simulator(
-    stack: Any, tmp_path: Path, example: str, options: tuple[str, ...]
+    stack: Any, tmp_path: Path, example: str, options: tuple[str, ...], success: float | None
 ) -> None:
-    """Recorded episodes have six steps, which is also the longest that the model plays; held-out ones have nine."""
+    """Recorded episodes have six steps, which is also the longest that the model plays; held-out ones have nine.
+
+    Neither model reports success. Meta-World does, Pendulum does not.
+    """
     job = with_overrides(
         load_yaml(EXAMPLES / f"{example}.yaml"),
         ["environment.horizon=6", "environment.num_envs=2", f"environment.options.model={tmp_path}/model",
@@ -231,6 +234,9 @@ def test_a_policy_of_a_world_model_is_measured_in_the_simulator(
     series = stack.client.metrics(submitted)["series"]
     assert {value for value in series["episode/length"] if value is not None} == {6}
     assert [value for value in series["eval/length"] if value is not None] == [9, 9], "no model plays nine steps"
+    assert "success/rate" not in series
+    found = [value for value in series.get("eval/success", []) if value is not None]
+    assert found == ([] if success is None else [success] * 2), "after nine steps no arm is there"
     listed = stack.cli("samples", submitted)
     assert "held-out episodes at update 2" in listed.output, listed.output
     assert stack.check_audit(submitted)["equation"]["trained"] == 8

@@ -18,6 +18,12 @@ SMALLER = "limits.byte_budget=33554432"
 NEVER = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
 TOO_FAST = 0.3
 """Learning rate three thousand times that of the small job."""
+FINGERPRINT, RANDOM = (
+    {"scorers": [{"type": "function", "path": f"e2e_scorers:{name}"}], "processes": 1}
+    for name in ("fingerprint", "draws_lots")
+)
+ENDLESS = ["train.max_updates=100000", "checkpoint.every=100000"]
+"""Changes that make a job so long that only the test ends it."""
 AT_TIMES = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_at_times"}], "processes": 1}
 
 
@@ -90,6 +96,44 @@ def test_a_learning_rate_far_too_high_raises_a_warning(stack: Any) -> None:
     rate, kl = pairs[int(number) - 1]
     assert rate == TOO_FAST
     assert f"the policy moved by {kl:.3g} nats per token" in message
+
+
+@pytest.mark.long
+def test_a_policy_that_always_says_the_same_raises_a_warning(stack: Any) -> None:
+    """A learning rate far too high makes the policy deterministic, before it has found what earns most."""
+    job = stack.submit("name=collapsed", *ENDLESS, "train.max_lag=0", reward=FINGERPRINT)
+    stack.reach(job, 8)
+    assert warned(stack, job, "entropy_collapse") == []
+    stack.client.amend(job, {"optimizer": {"learning_rate": TOO_FAST}})
+    reported = stack.until(
+        lambda: warned(stack, job, "entropy_collapse"), "the warning", 60, lambda: stack.client.why(job)
+    )
+    stack.client.cancel(job, checkpoint=False)
+    assert stack.finish(job).status.phase == "cancelled"
+    series = stack.client.metrics(job, max_points=10_000)["series"]
+    first = fmean(series["policy/entropy"][:5])
+    assert first > 1, "the initial weights choose among 14 tokens"
+    ((start, now),) = re.findall(r"the entropy fell from (\S+) to (\S+) nats per token", reported[0])
+    assert start == f"{first:.3g}"
+    means = [fmean(series["policy/entropy"][i - 10 : i]) for i in range(20, len(series["policy/entropy"]) + 1)]
+    assert float(now) < 0.05
+    assert now in [f"{mean:.2g}" for mean in means], "the mean over ten updates"
+    assert max(series["reward/mean"][-10:]) < 0.9, "the highest reward is nearly 1"
+
+
+@pytest.mark.long
+def test_a_reward_that_never_rises_raises_a_warning(stack: Any) -> None:
+    job = stack.submit("name=stuck", *ENDLESS, reward=RANDOM)
+    reported = stack.until(lambda: warned(stack, job, "reward_stuck"), "the warning", 90, lambda: stack.client.why(job))
+    stack.client.cancel(job, checkpoint=False)
+    record = stack.finish(job)
+    assert record.status.phase == "cancelled"
+    found = re.findall(r"(\S+) in the first (\d+) updates, (\S+) in the last \d+ of (\d+)", reported[0])
+    ((first, num, last, updates),) = found
+    assert (int(updates) >= 60, int(num)) == (True, min(50, int(updates) // 3))
+    rewards = stack.client.metrics(job, names="reward/mean", max_points=10_000)["series"]["reward/mean"]
+    spans = (rewards[: int(num)], rewards[int(updates) - int(num) : int(updates)])
+    assert [first, last] == [f"{fmean(span):.3g}" for span in spans]
 
 
 @pytest.mark.long

@@ -66,6 +66,19 @@ def test_random_episodes_are_recorded_with_their_ends(tmp_path: Path) -> None:
     assert not moved.terminated.any()
 
 
+def test_episodes_that_an_environment_calls_failed_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment of Gymnasium declares nothing: this one says at the end of an episode if its task is solved."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    late = OpenEnv(env_id="simulated_envs:Late-v0", num_envs=1)
+    everything = record(late, tmp_path, None, reset_ids=range(8), horizon=200, only_solved=False)
+    assert everything.num_episodes == 8
+    assert 0 < everything.succeeded.sum() < 8
+    solved = record(late, tmp_path, None, reset_ids=range(8), horizon=200)
+    assert (solved.num_episodes, solved.succeeded.all()) == (everything.succeeded.sum(), True)
+
+
 @pytest.mark.long
 def test_random_actions_are_held_for_a_random_number_of_steps(tmp_path: Path) -> None:
     found = record(PENDULUM, tmp_path, None, reset_ids=[0, 1, 2], horizon=200, hold=4)

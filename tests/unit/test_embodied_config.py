@@ -9,6 +9,7 @@ import pytest
 from penstock.services.coordinator.jobs.environments import (
     bytes_per_step,
     check_camera,
+    check_followed,
     check_held_out,
     check_spec,
 )
@@ -83,6 +84,20 @@ def test_videos_are_refused_where_the_simulator_cannot_render() -> None:
         for n, v in ((9, "auto"), (1, "auto"), (9, 3))
     ]
     assert counts == [1, 1, 3]
+
+
+def test_goals_that_follow_a_success_which_nobody_reports_are_warned_of() -> None:
+    stop, keep = {"metric": "success/rate", "goal": 0.9}, {"keep_best": {"metric": "eval/success"}}
+    config = job(early_stop=stop, checkpoint=keep)
+    assert check_followed(config, spec(held_out_success=True)) == []
+    for changes, key in (
+        ({"has_success": False, "held_out_success": True}, "early_stop.metric: 'success/rate' is missing"),
+        ({"has_success": True, "held_out_success": False}, "checkpoint.keep_best.metric: 'eval/success' is missing"),
+    ):
+        (warning,) = check_followed(config, spec(**changes))
+        assert warning.startswith(key)
+    silent = spec(has_success=False)
+    assert check_followed(job(checkpoint={"keep_best": {"metric": "eval/return"}}), silent) == []
 
 
 def test_reset_ids_repeat_only_if_their_number_is_limited() -> None:

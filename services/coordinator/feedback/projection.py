@@ -362,10 +362,14 @@ class Projection:
         return [dict(zip(names, row, strict=True)) for row in self._reader.execute(query, (wanted, after, limit))]
 
     def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
-        """Return ``(metric or kind, source, status, number of items)`` for the feedback of a job."""
+        """Return ``(metric or kind, source, status, number of items)`` for the feedback of a job.
+
+        Items that only act on other items, or only end an episode (`metric` without a metric), are not counted.
+        """
         query = """
         SELECT CASE metric WHEN '' THEN kind ELSE metric END, source, status, count(*) FROM feedback
-        WHERE job = ? AND kind NOT IN ('retraction', 'release', 'drop') GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
+        WHERE job = ? AND kind NOT IN ('retraction', 'release', 'drop') AND NOT (kind = 'metric' AND metric = '')
+        GROUP BY 1, 2, 3 ORDER BY 1, 2, 3
         """
         return list(self._reader.execute(query, (job,)))
 

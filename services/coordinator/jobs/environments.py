@@ -13,10 +13,10 @@ from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.embodied.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import HELD_OUT_SUCCESS, TRAINED_SUCCESS, EnvSpec
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_camera", "check_held_out", "check_spec", "describe_environment"]
+__all__ = ["check_camera", "check_followed", "check_held_out", "check_spec", "describe_environment"]
 
 LEAST_S = 5.0
 """Shortest deadline for describing one simulator (seconds). This deadline applies even if the job's first simulator
@@ -41,10 +41,10 @@ async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: flo
     spec = await _described(bus, config, config.environment, until, camera=camera and other is None)
     check_spec(config, spec)
     if other is None:
-        return spec
+        return msgspec.structs.replace(spec, held_out_success=spec.has_success)
     held_out = await _described(bus, config, other, until, camera=camera)
     check_held_out(config, spec, held_out)
-    return msgspec.structs.replace(spec, no_video=held_out.no_video)
+    return msgspec.structs.replace(spec, no_video=held_out.no_video, held_out_success=held_out.has_success)
 
 
 async def _described(bus: Bus, config: EmbodiedJob, sim: SimulatorBase, until: float, *, camera: bool) -> EnvSpec:
@@ -122,6 +122,18 @@ def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
     if config.evaluation.videos != "auto":
         raise ConfigError(f"evaluation.videos: no episode can be filmed: {spec.no_video}; or take 0 or auto")
     return [f"there will be no videos: {spec.no_video}"]
+
+
+def check_followed(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
+    """Return a warning about each goal that follows the successes of a simulator that does not report any."""
+    reported = {TRAINED_SUCCESS: spec.has_success, HELD_OUT_SUCCESS: spec.held_out_success}
+    followed = {"early_stop.metric": config.early_stop, "checkpoint.keep_best.metric": config.checkpoint.keep_best}
+    return [
+        f"{key}: '{rule.metric}' is missing as long as it is 0, because the simulator reports neither success nor "
+        "failure in the first step of an episode"
+        for key, rule in followed.items()
+        if rule is not None and not reported.get(rule.metric, True)
+    ]
 
 
 def bytes_per_step(config: EmbodiedJob, spec: EnvSpec) -> int:

@@ -17,9 +17,9 @@ from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.promotion import gate_of
 from penstock.services.coordinator.training.tally import Tally
 from penstock.shared.config.jobs.amendable import TEMPERATURE
-from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.data.check import SourceSummary
+from penstock.shared.protocol.embodied.environment import HELD_OUT_SUCCESS, TRAINED_SUCCESS
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report, Ticket
@@ -34,9 +34,6 @@ grader was unreachable."""
 MAX_RESTORED = 1000
 """Maximum number of rows of METRICS that a new leader restores. A leader that dies leaves fewer rows unwritten; if more
 rows are missing, the stream has lost them for another reason."""
-
-TRAINED_SUCCESS, HELD_OUT_SUCCESS = "success/rate", "eval/success"
-"""Metrics that are 0 throughout if their simulator does not report success."""
 
 
 class Measures:
@@ -167,13 +164,14 @@ class Measures:
         """Write the metrics of an update committed in ledger entry ``entry``, and judge goals and health."""
         self.reward = event.metrics.get("reward/mean", self.reward)
         in_flight, dropped = float(len(state.open)), float(state.dropped.total())
-        values = self._reported(event.metrics, state) | {"draws/in_flight": in_flight, "draws/dropped": dropped}
+        values = _reported(event.metrics, state) | {"draws/in_flight": in_flight, "draws/dropped": dropped}
         self._write(event, entry, values)
         self.goals.take(values, event.number)
         self.health.take(event.number, values)
         self.look()
-        for name in self.goals.unknown(event.metrics | values) if not self._warned else []:
-            self.outbox.event("warning", "metric", f"'{name}' is followed but is not a metric of this job's updates")
+        for name in self.goals.unknown(values) if not self._warned else []:
+            why = "no episode succeeded yet" if name in event.metrics else "is not a metric of this job's updates"
+            self.outbox.event("warning", "metric", f"'{name}' is followed but {why}")
         self._warned = True
 
     def look(self, *, ended: bool = False) -> None:
@@ -193,8 +191,9 @@ class Measures:
         """Write the row of an update to METRICS, unless an earlier leader has written this row."""
         if not event.metrics or event.number <= self.newest_row[0]:
             return
-        self._write(event, entry, self._reported(event.metrics, state))
-        finite = {name: value for name, value in event.metrics.items() if math.isfinite(value)}
+        values = _reported(event.metrics, state)
+        self._write(event, entry, values)
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
         row = {"kind": "train", "batch": event.number, "entry": entry, "values": finite}
         self.resume([row], state)
 
@@ -231,9 +230,8 @@ class Measures:
         if self.plan.current is None:
             return False
         point = self.plan.current.point
-        found = self.plan.finish(now)
-        values = self._reported(found, state)
-        if self._evaluated(point, state.version, found):
+        values = _reported(self.plan.finish(now), state)
+        if self._evaluated(point, state.version, values):
             self.outbox.metrics("eval", point, state.version, values, batch=state.newest_batch)
         elif not values["eval/missing"]:
             self._not_before = now + AGAIN_S
@@ -268,12 +266,12 @@ class Measures:
         """Return True if the end of the run must wait for an evaluation."""
         return self.plan.current is not None or self._is_due(state, state.updates, final=True)
 
-    def _reported(self, values: Mapping[str, float], state: LedgerState) -> dict[str, float]:
-        """Leave out successes of zero if the job's simulator does not report whether its task is solved.
 
-        A success above zero stays: a Gymnasium environment declares nothing, but infos of its steps may report it.
-        """
-        hidden = {TRAINED_SUCCESS} if not state.environment.get("has_success", True) else set()
-        if hidden and isinstance(self.config, EmbodiedJob) and self.config.evaluation.environment is None:
-            hidden.add(HELD_OUT_SUCCESS)
-        return {name: value for name, value in values.items() if value or name not in hidden}
+def _reported(values: Mapping[str, float], state: LedgerState) -> dict[str, float]:
+    """Leave out successes of zero if the job's simulator, by its description, does not report if a task is solved.
+
+    A success above zero stays, because an environment of Gymnasium may report its first success after the step on which
+    the description is based.
+    """
+    known = {TRAINED_SUCCESS: state.reports_success, HELD_OUT_SUCCESS: state.reports_held_out_success}
+    return {name: value for name, value in values.items() if value or known.get(name, True)}

@@ -265,7 +265,7 @@ class Draft:
         room = int(dynamic.max_resampled * self.config.groups_per_batch) - self.state.resampled
         if run.num_ordinals is not None:
             room = min(room, run.num_ordinals - self.state.next_ordinal)
-        has_success = bool(self.state.environment.get("has_success"))
+        has_success = self.state.reports_success
         idle = [d for d, found in self.acceptable.items() if not has_signal(found.header, has_success=has_success)]
         self.drop_draws(sorted(idle)[: max(0, room)], NO_SIGNAL, redraw=False)
 

@@ -92,7 +92,7 @@ class LedgerState:
         settings: values of the changeable keys of the job file, for batches sealed from now on; ``applies_at``: number
             of updates before the first batch of the newest change, None without a change; ``generation``: job file
             generation of that change.
-        environment: description of an embodied job's simulator by an env worker; else empty.
+        environment: description (``EnvSpec``) of an embodied job's simulator by an env worker; else empty.
         replayed: dead letters whose prompts were drawn again.
         rolled_back: first and last batch number that each fork removed from the lineage.
         admissions: of an online job, by ordinal: the training data of open draws, and of draws trained since the
@@ -222,6 +222,16 @@ class LedgerState:
         """Return how many updates of this lineage precede batch ``number``; schedules and evaluations use this as its
         step."""
         return self.updates + number - self.last_trained - 1
+
+    @property
+    def reports_success(self) -> bool:
+        """True if the job's simulator is known to report if a task is solved or not: ``EnvSpec.has_success``."""
+        return bool(self.environment.get("has_success"))
+
+    @property
+    def reports_held_out_success(self) -> bool:
+        """The same for the simulator of held-out episodes. Older ledgers describe only the one of training."""
+        return bool(self.environment.get("held_out_success", self.reports_success))
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
         """Return True if a pair ``(version, short digest)`` in ``weights`` contradicts the ledger's digest of the

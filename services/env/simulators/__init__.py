@@ -161,7 +161,7 @@ def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
     """Begin an episode, and step it once (or film it, with ``camera``); return ``(spec, reason of a failure or
     '')``."""
     simulator = open_simulator(request, sims_dir)
-    first = np.zeros(1, np.int32)
+    spec, first = simulator.spec, np.zeros(1, np.int32)
     try:
         begun = simulator.reset(first, np.zeros(1, np.int64))
         if 0 in begun.lost:
@@ -169,10 +169,11 @@ def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
         elif request.camera:
             _, reason = simulator.film(0)
         else:
-            lost = simulator.step(first, _still(simulator.spec), None).lost
+            lost = simulator.step(first, _still(spec), None).lost
             reason = f"the first step of an episode fails: {lost[0]}" if lost else ""
+            spec = simulator.described()
     except PenstockError as error:
         reason = str(error)
     finally:
         simulator.close()
-    return simulator.spec, reason
+    return spec, reason

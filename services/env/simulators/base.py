@@ -119,6 +119,10 @@ class Simulator(Protocol):
     def spec(self) -> EnvSpec:
         """Shapes, dtypes and bounds of observations and actions."""
 
+    def described(self) -> EnvSpec:
+        """Return ``spec`` after the episodes so far: ``has_success`` is True once a step has reported success or its
+        lack."""
+
     @property
     def memory(self) -> ObservationMemory:
         """Memory in which the current observations of all environments stay until the next call."""

@@ -57,13 +57,16 @@ class Pictured:
         self._inner, self.task, self.frames_per_s = inner, inner.task, inner.frames_per_s
         self._size, self._grey = (height, width), grey
         self._frames: deque[NDArray[np.uint8]] = deque(maxlen=frames)
-        self.spec = {**inner.spec, "observations": {
-            **observed, IMAGE: ([height, width, frames * (1 if grey else 3)], "uint8"),
-        }}  # fmt: skip
+        self._observed = {**observed, IMAGE: ([height, width, frames * (1 if grey else 3)], "uint8")}
         draw_at = getattr(inner, "draw_at", None)
         if draw_at is not None:
             times = max(1, DRAWN // max(height, width))
             draw_at(*(times * side + times * side % 2 for side in (height, width)))
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Properties of the environment with the image; see ``Environment``."""
+        return {**self._inner.spec, "observations": self._observed}
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
         """Begin an episode. Copies of its first frame replace the missing earlier ones."""

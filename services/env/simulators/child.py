@@ -260,7 +260,7 @@ class Host:
         """Execute one request and return the reply."""
         handlers = {
             "reset": self._reset, "step": self._step, "film": self._film, "snapshot": self._snapshot,
-            "restore": self._restore,
+            "restore": self._restore, "describe": self._describe,
         }  # fmt: skip
         return handlers[header["kind"]](arrays)
 
@@ -272,6 +272,11 @@ class Host:
             if environment is not None:
                 with contextlib.suppress(Exception):
                     environment.close()
+
+    def _describe(self, _: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
+        """Return the properties of the environments after the episodes so far."""
+        first = self._environments[0]
+        return {"spec": self.spec if first is None else first.spec}, []
 
     def _reset(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         env_ids, state_ids = arrays

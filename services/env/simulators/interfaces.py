@@ -41,8 +41,8 @@ class Environment(Protocol):
 
     spec: Message
     """Properties: ``observations``, name -> (shape, dtype); ``action``, (shape, dtype); ``num_actions`` or None;
-    ``low`` and ``high`` of actions; ``max_episode_steps`` or None; ``has_success``; ``versions``; ``snapshots`` (True:
-    restorable)."""
+    ``low`` and ``high`` of actions; ``max_episode_steps`` or None; ``has_success``, which may become True during an
+    episode; ``versions``; ``snapshots`` (True: restorable)."""
     task: str
     """Description of the task, or '' if there is none."""
 

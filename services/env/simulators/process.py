@@ -88,6 +88,12 @@ class ProcessSimulator:
         """Memory of the current observations; see ``Simulator.memory``."""
         return self._memory.description
 
+    def described(self) -> EnvSpec:
+        """Return the spec after the episodes so far; see ``Simulator.described``."""
+        lost: dict[int, str] = {}
+        found = self._ask_one({"kind": "describe"}, np.zeros(1, np.int32), 0, [], lost)
+        return self.spec if found is None else _spec_of(self._request, found[0]["spec"])
+
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
         """Start episodes; see ``Simulator.reset``. Processes that ended are started again."""
         lost: dict[int, str] = {}

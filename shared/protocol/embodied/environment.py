@@ -29,6 +29,8 @@ from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import Buffer, decode_frame, encode_frame
 
 __all__ = [
+    "HELD_OUT_SUCCESS",
+    "TRAINED_SUCCESS",
     "ArraySpec",
     "Body",
     "CloseRequest",
@@ -52,7 +54,8 @@ __all__ = [
     "env_frame",
 ]
 
-
+TRAINED_SUCCESS, HELD_OUT_SUCCESS = "success/rate", "eval/success"
+"""Metrics that mean something only if the simulator reports success: ``EnvSpec.has_success``, ``held_out_success``."""
 Observations = dict[str, NDArray[Any]]
 """Observations by name."""
 
@@ -111,7 +114,8 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ``num_actions`` is set for discrete actions, ``action_low`` and ``action_high`` for other actions.
 
-    ``has_success``: the simulator reports whether the task is solved.
+    ``has_success``: the simulator reports if a task is solved or not. False: it has not reported either by the end of
+    the first step, on which a description is based; environments of Gymnasium may still report success later.
     """
 
     env_id: str
@@ -126,6 +130,8 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     action_high: list[float]
     max_episode_steps: int | None
     has_success: bool
+    held_out_success: bool = False
+    """``has_success`` of the simulator that plays a job's held-out episodes."""
     versions: dict[str, str]
     no_video: str = ""
     """Reason why episodes of the environment cannot be filmed, if a client requested a camera; '' otherwise."""

@@ -20,7 +20,8 @@ class Video(msgspec.Struct, frozen=True, kw_only=True):
         name: name of the file, `VERSION-RESET_ID.mp4`.
         version: version of the policy that acted, with its mean actions.
         reset_id: id of the initial state; task: description of the task, or ''.
-        success: the task was solved at some step; total: undiscounted return; steps: executed actions.
+        success: the simulator reported at some step that the task is solved.
+        total: undiscounted return; steps: executed actions.
         error: reason why there is no film (the data are then empty); '' if there is one.
     """
 

@@ -128,9 +128,10 @@ def record(
         for start in range(0, len(reset_ids), spec.num_envs):
             found += player.play(reset_ids[start : start + spec.num_envs])
             on_episode(len(found))
+        only_solved = only_solved and simulator.described().has_success
     finally:
         simulator.close()
-    kept = [one for one in found if one.succeeded or not (only_solved and spec.has_success)]
+    kept = [one for one in found if one.succeeded or not only_solved]
     if not kept:
         raise DataError(f"none of {len(found)} episodes in '{spec.env_id}' ({spec.backend}) solved the task")
     names = [name for name in spec.observations if name != EXPERT_ACTION]

@@ -102,13 +102,17 @@ async def test_every_kind_of_feedback_is_accepted(live: Any, url: str, asking: A
         await live.decide(
             FeedbackStatus(feedback=id, status="trained", interactions=[first], ordinal=3, batch=2, version=5, time=2.0)
         )
+        admitted = bare_id(replies[4].feedback_id)
+        await live.decide(FeedbackStatus(feedback=admitted, status="admitted", ordinal=4, time=2.0))
 
-        async def trained() -> bool:
-            return bool((await ask("feedback_status", id)).status == "trained")
+        async def decided() -> bool:
+            found = [(await ask("feedback_status", one)).status for one in (id, admitted)]
+            return found == ["trained", "admitted"]
 
-        await live.until(trained, "status trained")
+        await live.until(decided, "both decisions")
         assert (await ask("feedback_status", id)).trained == Trained(step=2, version=5)
         assert (await ask("retract", id)).too_late
+        assert (await ask("retract", admitted)).too_late, "it is in training, although no update has trained it"
         assert not (await ask("retract", replies[1].feedback_id)).too_late
         funnel = await ask("funnel", live.job)
         assert (funnel.items, sum(row.items for row in funnel.data)) == (8, 8)

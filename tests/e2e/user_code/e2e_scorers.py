@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import zlib
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 def fingerprint(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
     """Return a number in [0, 1) that depends on prompt and completion."""
     return zlib.crc32(f"{prompt}|{completion}".encode()) % 1000 / 1000
+
+
+def draws_lots(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
+    """Return a random number: no policy can raise its mean."""
+    return random.random()
 
 
 def paced(prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:

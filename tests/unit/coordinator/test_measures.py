@@ -16,7 +16,7 @@ from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.messages import EvalResult, Report
 from penstock.shared.protocol.trajectory import GroupHeader
 
 JOB: dict[str, Any] = {
@@ -167,33 +167,84 @@ def test_an_evaluation_after_a_fork_is_of_the_newest_batch_of_the_lineage() -> N
 
 
 class Rows:
-    """An outbox that keeps the values of the rows of METRICS."""
+    """An outbox that keeps the values of the rows of METRICS and the messages of the events."""
 
     def __init__(self) -> None:
         self.values: list[dict[str, float]] = []
+        self.events: list[str] = []
 
     def metrics(self, kind: str, step: int, version: int, values: dict[str, float], **more: Any) -> None:
         self.values.append(values)
+
+    def event(self, level: str, type: str, message: str, **more: Any) -> None:
+        self.events.append(message)
+
+
+def measures_of_episodes(environment: dict[str, Any], metric: str) -> tuple[Measures, Rows, LedgerState]:
+    """Return measures of a job that keeps the best checkpoint by ``metric``, what they write, and the ledger's state
+    after one update; ``environment`` describes the simulator."""
+    job = {
+        "kind": "embodied", "name": "pole", "environment": {"task": "CartPole-v1", "horizon": 9},
+        "algorithm": {"type": "ppo"}, "train": {"batch_size": 8, "max_updates": 9}, "evaluation": {"episodes": 1},
+        "checkpoint": {"keep_best": {"metric": metric}},
+    }  # fmt: skip
+    rows, state = Rows(), LedgerState(last_trained=1, updates=1, environment=environment)
+    measures = Measures(parse_training(job), cast(Outbox, rows))
+    measures.begin(state, held_out=[SourceSummary("episodes", 1, "starts")], now=0.0)
+    return measures, rows, state
+
+
+def update_of(rate: float) -> BatchTrained:
+    return BatchTrained(
+        writer_epoch=1, trainer_epoch=1, time=1.0, number=1, revision=0, version=1, digest="d",
+        metrics={"reward/mean": 3.0, "success/rate": rate},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("environment", "rate", "shown"),
     [({"has_success": True}, 0.0, True), ({"has_success": False}, 0.0, False), ({"has_success": False}, 0.25, True)],
 )
+@pytest.mark.parametrize("is_restored", [False, True])
 def test_a_simulator_that_reports_no_success_has_no_rate_of_zero(
+    environment: dict[str, Any], rate: float, shown: bool, is_restored: bool
+) -> None:
+    """Neither the row of an update nor the choice of the best checkpoint has the rate, on any leader."""
+    measures, rows, state = measures_of_episodes(environment, "success/rate")
+    if is_restored:
+        measures.restore(update_of(rate), 5, state)
+    else:
+        measures.after_update(update_of(rate), 5, state)
+        assert rows.events == ([] if shown else ["'success/rate' is followed but no episode succeeded yet"])
+    assert [values.get("success/rate") for values in rows.values] == [rate if shown else None]
+    best = f"new best success/rate {rate:.4g} after update 1" if shown else ""
+    assert measures.goals.wanted(state) == best
+
+
+@pytest.mark.parametrize(
+    ("environment", "rate", "shown"),
+    [
+        ({"has_success": True}, 0.0, True),
+        ({"has_success": False}, 0.0, False),
+        ({"has_success": False}, 1.0, True),
+        ({"has_success": False, "held_out_success": True}, 0.0, True),
+        ({"has_success": True, "held_out_success": False}, 0.0, False),
+    ],
+)
+def test_held_out_success_is_that_of_the_simulator_that_plays_them(
     environment: dict[str, Any], rate: float, shown: bool
 ) -> None:
-    job = {
-        "kind": "embodied", "name": "pole", "environment": {"task": "CartPole-v1", "horizon": 9},
-        "algorithm": {"type": "ppo"}, "train": {"batch_size": 8, "max_updates": 9},
-    }  # fmt: skip
-    rows, state = Rows(), LedgerState()
-    state.environment = environment
-    measures = Measures(parse_training(job), cast(Outbox, rows))
-    measures.begin(state, held_out=[], now=0.0)
-    metrics = {"reward/mean": 3.0, "success/rate": rate}
-    trained = BatchTrained(
-        writer_epoch=1, trainer_epoch=1, time=1.0, number=1, revision=0, version=1, digest="d", metrics=metrics
+    """Older ledgers describe only the simulator of training."""
+    measures, rows, state = measures_of_episodes(environment, "eval/success")
+    measures.plan.start(1, 1, now=2.0, deadline=9.0, epoch=1)
+    assert measures.plan.current is not None
+    parts = {"return": [3.0], "success": [rate], "length": [3.0]}
+    measures.plan.current.take(
+        EvalResult(version=1, ordinal=0, rewards=[3.0], failed=[False], greedy=[True], parts=parts)
     )
-    measures.restore(trained, 5, state)
-    assert rows.values == [{"reward/mean": 3.0} | ({"success/rate": rate} if shown else {})]
+    assert measures.end_evaluation(state, 3.0)
+    (values,) = rows.values
+    assert (values["eval/return"], values.get("eval/success")) == (3.0, rate if shown else None)
+    (message,) = rows.events
+    assert ("eval/success" in message) is shown
+    assert bool(measures.goals.wanted(state)) is shown

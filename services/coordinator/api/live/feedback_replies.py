@@ -31,7 +31,8 @@ class FeedbackReply(BaseModel):
 
 
 class RetractReply(BaseModel):
-    """Receipt of a retraction. ``too_late``: the item was already trained, so that only the record changes."""
+    """Receipt of a retraction. ``too_late``: the item was already admitted, for an update that has begun or will, so
+    that only the record changes."""
 
     feedback_id: str
     retraction_id: str

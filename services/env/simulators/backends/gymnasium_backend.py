@@ -48,7 +48,8 @@ NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the
 
 class GymnasiumEnvironment:
     """One Gymnasium environment. A step is a success if its info has a true entry `success` or `is_success`, as in
-    Gymnasium-Robotics."""
+    Gymnasium-Robotics. An environment does not declare these entries: ``spec`` has `has_success` from the first step
+    on whose info has one."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
         """Create the environment. Raises ValueError if the observation or action space is not supported."""
@@ -79,6 +80,8 @@ class GymnasiumEnvironment:
         """Execute one action."""
         plain = int(action) if self.spec["num_actions"] is not None else action
         observation, reward, terminated, truncated, info = self._env.step(plain)
+        if "success" in info or "is_success" in info:
+            self.spec["has_success"] = True
         return (
             self._named(observation),
             float(reward),

@@ -121,7 +121,9 @@ async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float 
         note("stopping the services")
         seconds = time.monotonic() - began
     series = metrics["series"]
-    name, what = (SUCCESS, "success rate") if isinstance(job, EmbodiedJob) else (REWARD, "sampled reward")
+    name, what = REWARD, "mean return" if isinstance(job, EmbodiedJob) else "sampled reward"
+    if SUCCESS in series:  # missing if the simulator does not report success
+        name, what = SUCCESS, "success rate"
     values = [value for value in series.get(name, []) if value is not None]
     evaluations = scores_of(series)
     return Outcome(view.record, values, report, seconds, options.data_dir, goal, what, evaluations, video)
