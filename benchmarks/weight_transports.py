@@ -1,6 +1,7 @@
 """Every transport of weights between two processes of this machine, beside one memory copy and one raw socket.
 
     python benchmarks/weight_transports.py [--mb 100 500 2000] [--versions 5] [--out transports.json]
+    python benchmarks/weight_transports.py --mb 200 --changed 0 2 10 25 100
 
 A trainer publishes versions; receivers in other processes stage and verify them. `blocked` is how long the trainer is
 held up by the publication, `staged` the time from there on until every receiver has the version, `in all` the time from
@@ -10,11 +11,14 @@ which share one transfer. disk: through files. cuda_ipc, only where there is a G
 GPU, whose `staging` is compared with a copy of the weights within the GPU; this part has not run yet. The raw socket
 sends as many bytes to another process over the loopback address, and is answered when all are there.
 
+--changed measures tcp only, with as many bytes of bfloat16, of which a share of elements changes between two versions:
+whole versions, and their changes (PENSTOCK_WEIGHT_DELTAS).
+
 A version is counted in memory copies from the beginning of its publication. The raw socket has no publication: `of raw
 socket` compares it with `staged`.
 
 Goals: for shm, the trainer's wait and the copies in all; the share of the raw socket; for tcp, one transfer of each
-version to each host.
+version to each host; for changes of at most 5 % of the elements, the bytes.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ DEADLINE_S = 300.0
 BLOCKED_GOAL, SHM_GOAL, TCP_GOAL, GLOO_GOAL, CUDA_IPC_GOAL = 1.5, 2.0, 0.5, 0.4, 0.8
 """Times a memory copy, blocked and in all; shares of the bytes per second of the raw socket, and of a copy within a
 GPU."""
+CHANGES_GOAL = 0.1
+"""Share of the bytes of a version that its changes have, if at most 5 % of the elements changed."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -63,6 +69,7 @@ class Way:
     transport: Literal["shm", "tcp", "gloo", "disk", "cuda_ipc"]
     host: str
     num_receivers: int = 1
+    deltas: bool = False
 
 
 WAYS = (
@@ -79,6 +86,7 @@ def settings_of(way: Way, directory: Path, name: str, host: str) -> ServiceSetti
         host_id=host, worker_id=name, shm_dir=shm, weight_disk=directory if way.transport == "disk" else None,
         bulk_host="127.0.0.1" if name == "trainer" and way.transport in ("tcp", "gloo") else "",
         weight_collective="gloo" if way.transport == "gloo" else "", weight_cuda_ipc=way.transport == "cuda_ipc",
+        weight_deltas=way.deltas,
     )  # fmt: skip
 
 
@@ -163,8 +171,29 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None
 
 
-def measure(way: Way, weights: dict[str, Tensor], versions: int, parent: Path) -> list[dict[str, float]]:
-    """Publish versions and wait until each is staged everywhere.
+def refill(weights: dict[str, Tensor], version: int) -> None:
+    """Give every weight another value."""
+    for tensor in weights.values():
+        tensor.fill_(version)
+
+
+def change(percent: float) -> Callable[[dict[str, Tensor], int], None]:
+    """Return a function that changes the last bit of a random share of all bfloat16 weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def flip(weights: dict[str, Tensor], version: int) -> None:
+        for tensor in weights.values():
+            bits = tensor.view(torch.int16)
+            bits ^= (torch.rand(bits.shape, generator=generator) < percent / 100).to(torch.int16)
+
+    return flip
+
+
+def measure(
+    way: Way, weights: dict[str, Tensor], versions: int, parent: Path,
+    update: Callable[[dict[str, Tensor], int], None] = refill,
+) -> list[dict[str, float]]:  # fmt: skip
+    """Publish versions, each after an ``update`` of the weights, and wait until each is staged everywhere.
 
     Raises:
         AssertionError: a version came by another transport.
@@ -190,8 +219,7 @@ def measure(way: Way, weights: dict[str, Tensor], versions: int, parent: Path) -
             pipe.recv()
             pipes.append(pipe)
         for version in range(1, versions + WARM_UP + 1):
-            for tensor in weights.values():
-                tensor.fill_(version)
+            update(weights, version)
             start = time.monotonic()
             manifest = publisher.publish(weights.items(), version=version, epoch=1)
             published = time.monotonic()
@@ -249,21 +277,51 @@ def add(report: Report, megabytes: int, versions: int, parent: Path) -> None:
     report.results[str(megabytes)] = results
 
 
+def add_changes(report: Report, megabytes: int, percents: list[float], versions: int, parent: Path) -> None:
+    """Rows of whole versions and of changes over tcp, for each share of changed weights."""
+    pieces, nbytes = max(1, round(megabytes / PIECE_MB)), megabytes * 1_000_000
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        f"w{number}": (0.02 * torch.randn(nbytes // pieces // 2, generator=generator)).to(torch.bfloat16)
+        for number in range(pieces)
+    }
+    copy_s, raw_s = baselines(nbytes, versions)
+    results: dict[str, Any] = {"memcpy_s": copy_s, "raw_socket_s": raw_s}
+    for percent in percents:
+        for deltas in (False, True):
+            name = f"tcp, {percent:g} % changed, {'changes' if deltas else 'whole'}"
+            rows = measure(Way(name, "tcp", "far", deltas=deltas), weights, versions, parent, change(percent))
+            results[name] = rows
+            blocked, staged, sent = (median(row[key] for row in rows) for key in ("blocked", "staged", "transfers"))
+            report.row(
+                f"{megabytes} MB: {name}, {sent * megabytes:.2f} MB sent", f"{blocked * 1e3:.0f}",
+                f"{staged * 1e3:.0f}", f"{(blocked + staged) * 1e3:.0f}", f"{(blocked + staged) / copy_s:.2f}",
+                f"{raw_s / staged:.2f}",
+            )  # fmt: skip
+            if deltas and percent <= 5:
+                report.check(f"{name}: {sent:.4f} of the bytes, goal {CHANGES_GOAL:g}", sent <= CHANGES_GOAL)
+    report.results[f"{megabytes} MB, changes"] = results
+
+
 def main() -> int:
     """Command line; the exit status is 1 if a goal was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", nargs="+", type=int, default=[100, 500, 2000], help="megabytes of weights")
     parser.add_argument("--versions", type=int, default=5, help=f"measured, after {WARM_UP} others")
+    parser.add_argument("--changed", nargs="+", type=float, help="percent of bfloat16 weights that a version changes")
     parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--out", type=Path, help="write the results as JSON, after each size")
     args = parser.parse_args()
     torch.set_num_threads(1)
     report = Report(
-        "Transports of weights, float32, processes of one machine",
+        f"Transports of weights, {'bfloat16' if args.changed else 'float32'}, processes of one machine",
         ["", "blocked ms", "staged ms", "in all ms", "x memcpy", "of raw socket"],
     )
     for megabytes in args.mb:
-        add(report, megabytes, args.versions, args.shm_dir)
+        if args.changed:
+            add_changes(report, megabytes, args.changed, args.versions, args.shm_dir)
+        else:
+            add(report, megabytes, args.versions, args.shm_dir)
         report.write(args.out)
     return report.finish(args.out)
 

@@ -82,6 +82,10 @@ class ServiceSettings(BaseSettings):
     """Transport of weight broadcasts between hosts, which trainer and workers must set to the same value: `gloo`
     from memory to memory, `nccl` between GPUs. The trainer needs bulk_host. Such connections are neither encrypted
     nor authenticated, so set it only on trusted networks; empty: other hosts fetch weights over TCP."""
+    weight_deltas: bool = False
+    """Send a version over TCP as its changes to a version that the other host has (set at the trainer): a fraction of
+    the bytes where few weights change, as in bfloat16 at small learning rates. Weights stay bit-identical, and a host
+    without the earlier version gets all of them. Comparing costs processor time at the trainer."""
     weight_cuda_ipc: bool = False
     """Send weights from GPU to GPU within a host by CUDA IPC, if trainer and worker set it and the worker's GPU is the
     trainer's or has peer access to it. Needs `penstock[cuda]`. The trainer's GPU needs room for two or three copies of

@@ -8,8 +8,9 @@
     receipt   one byte, sent by the client after the last byte
 
 Each blob has a token, which its claim or manifest carries over the bus. ``proof`` is the HMAC-SHA256 of nonce and
-request under that token, so that only recipients of the claim can pull. ``seal`` is the GMAC (NIST SP 800-38D) of the
-bytes under a key that both derive from token and nonce, so that nobody on the path can change them. The bytes
+request under that token, so that only recipients of the claim can pull. A ``?`` in a name begins a request for
+something that the producer makes of the blob, to which the same token entitles. ``seal`` is the GMAC (NIST SP 800-38D)
+of the bytes under a key that both derive from token and nonce, so that nobody on the path can change them. The bytes
 themselves are encrypted if ``PENSTOCK_BULK_TLS_*`` is set: then all of the above goes through TLS, and with a CA file
 (``PENSTOCK_BULK_TLS_CA``) both ends authenticate by certificate.
 
@@ -104,8 +105,8 @@ class BlobServer:
         self._thread.start()
 
     def token(self, name: str, generation: int) -> str:
-        """Return the token that a peer needs to pull this blob, as hex digits."""
-        return _mac(self._secret, generation.to_bytes(8, "little"), name.encode()).hex()
+        """Return the token that a peer needs to pull this blob, as hex digits. What follows a ``?`` does not count."""
+        return _mac(self._secret, generation.to_bytes(8, "little"), name.partition("?")[0].encode()).hex()
 
     def close(self) -> None:
         """Stop listening, abort running transfers, and wait for the threads."""
@@ -246,8 +247,11 @@ def _proof(token: bytes, nonce: bytes, name: str, generation: int) -> bytes:
 def pull(
     address: str, name: str, generation: int, token: str, target: NDArray[np.uint8], *, timeout_s: float,
     tls: ssl.SSLContext | None = None, on_bytes: Callable[[int], None] = lambda num_bytes: None,
-) -> None:  # fmt: skip
-    """Fetch a blob into ``target``, uint8 [size of the blob]; blocks.
+    exact: bool = True,
+) -> int:  # fmt: skip
+    """Fetch a blob into ``target``, uint8 [size of the blob], and return its size; blocks.
+
+    Unless ``exact``, the blob may be smaller: it then fills the beginning of ``target``.
 
     A ``target`` whose memory was used before is filled several times faster than fresh memory. With ``tls`` the
     certificate of the producer must name the host in ``address``. ``on_bytes`` is called repeatedly, perhaps by another
@@ -275,15 +279,16 @@ def pull(
                 raise Unavailable(f"{address} refuses the token for '{name}'")
             if status:
                 raise NotFound(f"{address} does not have generation {generation} of '{name}' any more")
-            if size != target.nbytes:
+            if size > target.nbytes or (exact and size < target.nbytes):
                 raise ProtocolError(f"{address} has {size} bytes under '{name}', not {target.nbytes}")
             seal = _Seal(key, nonce)
-            _receive_blob(peer, target, deadline, seal, on_bytes)
+            _receive_blob(peer, target[:size], deadline, seal, on_bytes)
             expected = bytearray(_SEAL_BYTES)
             _receive_into(peer, memoryview(expected), deadline)
             if not hmac.compare_digest(seal.digest(), expected):
                 raise ProtocolError(f"the {what} were changed on their way")
             peer.sendall(b"\1")
+            return int(size)
     except TimeoutError:
         raise DeadlineError(f"waited {timeout_s:.1f} s for {what}") from None
     except (OSError, ValueError) as error:

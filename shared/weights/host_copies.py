@@ -12,7 +12,8 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -27,9 +28,9 @@ from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.weights.base import Way
 from penstock.shared.weights.shm import ShmReceiver, ShmStaged
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
-from penstock.shared.weights.slots import SlotPool, slot_paths, slot_stem, turn_path
+from penstock.shared.weights.slots import SlotPool, lock_version, slot_paths, slot_stem, turn_path
 
-__all__ = ["HostCopies"]
+__all__ = ["Changes", "HostCopies"]
 
 Fetch = Callable[[NDArray[np.uint8], Callable[[int], None]], None]
 """Fills the first argument from its beginning; calls the second one repeatedly with the number of bytes received so
@@ -47,6 +48,20 @@ _PROGRESS = struct.Struct("<QQ")
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Fetches a version as its changes to an earlier one.
+
+    Args:
+        bases: digests of the versions from which the publisher offers the changes.
+        since: ``since(digest, data)`` returns the fetch from the version with ``digest``, whose bytes are ``data``,
+            uint8 [bytes].
+    """
+
+    bases: Sequence[str]
+    since: Callable[[str, NDArray[np.uint8]], Fetch]
+
+
 class HostCopies:
     """Slots of this host, filled by the first process that needs a version and read by all."""
 
@@ -56,8 +71,12 @@ class HostCopies:
         self._pools: dict[str, SlotPool] = {}
         self._jobs: set[str] = set()
 
-    def stage(self, manifest: WeightManifest, fetch: Fetch, *, end: float) -> ShmStaged | None:
+    def stage(
+        self, manifest: WeightManifest, fetch: Fetch, *, end: float, changes: Changes | None = None
+    ) -> ShmStaged | None:
         """Open the copy of ``manifest`` on this host; fetch it if there is none. ``end``: deadline (monotonic).
+
+        If this host has a version of ``changes.bases``, only the changes are fetched; if that fails, all bytes are.
 
         Returns:
             None if the caller should fetch into private memory: shared memory is full or cannot be used, or the
@@ -78,7 +97,7 @@ class HostCopies:
                 if (copy := self._find(manifest)) is not None:
                     return copy
                 if turn.try_exclusive() and turn.is_current():
-                    return self._find(manifest) or self._make(manifest, fetch, turn)
+                    return self._find(manifest) or self._make(manifest, fetch, changes, turn)
                 if not turn.is_current():
                     turn.close()
                     turn = self._turn(manifest.job)
@@ -126,7 +145,9 @@ class HostCopies:
                 continue
         return None
 
-    def _make(self, manifest: WeightManifest, fetch: Fetch, turn: LockedFile) -> ShmStaged | None:
+    def _make(
+        self, manifest: WeightManifest, fetch: Fetch, changes: Changes | None, turn: LockedFile
+    ) -> ShmStaged | None:
         """Fetch a version into a slot, and return the opened slot; the caller holds the lock of ``turn``.
 
         Returns None if there is no room for a slot. Raises WeightsError.
@@ -138,7 +159,8 @@ class HostCopies:
 
         report()
         try:
-            slot = self._pool(manifest, report).acquire(epoch=manifest.epoch, timeout_s=_ROOM_S, on_piece=report)
+            pool = self._pool(manifest, report)
+            slot = pool.acquire(epoch=manifest.epoch, timeout_s=_ROOM_S, on_piece=report)
         except (Unavailable, DeadlineError) as error:
             self._go_alone(manifest, str(error))
             return None
@@ -148,14 +170,44 @@ class HostCopies:
             sequence = read_slot(slot).sequence | 1
             header = SlotHeader(sequence, manifest.version, manifest.epoch, layout.nbytes, layout.id)
             write_slot(slot, header)
-            if _digest_of_fetched(slot.data, fetch, report) != manifest.digest:
-                raise WeightsError(
-                    f"version {manifest.version}: the fetched bytes do not match digest {manifest.digest}"
-                )
+            if changes is None or not self._make_from_changes(manifest, changes, pool, slot.data, report):
+                _fetch_whole(manifest, fetch, slot.data, report)
             write_slot(slot, msgspec.structs.replace(header, sequence=sequence + 1, digest=manifest.digest))
         finally:
             slot.unlock()
-        return self._reader.open(slot.path, manifest, Way("tcp", layout.nbytes), verify=False)
+        return self._reader.open(slot.path, manifest, Way("tcp"), verify=False)
+
+    def _make_from_changes(
+        self,
+        manifest: WeightManifest,
+        changes: Changes,
+        pool: SlotPool,
+        target: NDArray[np.uint8],
+        on_piece: Callable[[], None],
+    ) -> bool:
+        """Fetch the changes from a version of this host, and write the result into ``target``, uint8 [bytes].
+
+        Returns False if this host has none of ``changes.bases``, or if the result is not the version of ``manifest``.
+        """
+        paths = slot_paths(self._directory, manifest.job, self._host)
+        if (found := lock_version(paths, manifest.layout, changes.bases)) is None:
+            return False
+        base, digest = found
+        try:
+            if (data := pool.data_of(base)) is None:
+                return False
+            if _digest_of_fetched(target, changes.since(digest, data), on_piece) == manifest.digest:
+                return True
+            reason = f"the result does not match digest {manifest.digest}"
+        except WeightsError as error:
+            reason = str(error)
+        finally:
+            base.close()
+        logger.warning(
+            "version %d of job '%s' is fetched whole, and not as its changes from the version with digest %s: %s",
+            manifest.version, manifest.job, digest[:8], reason,
+        )  # fmt: skip
+        return False
 
     def _go_alone(self, manifest: WeightManifest, reason: str) -> None:
         """Log that this process fetches a version for itself, and why."""
@@ -179,6 +231,14 @@ class HostCopies:
             )
         self._pools[key].refresh(on_piece)
         return self._pools[key]
+
+
+def _fetch_whole(
+    manifest: WeightManifest, fetch: Fetch, target: NDArray[np.uint8], on_piece: Callable[[], None]
+) -> None:
+    """Fetch a version into ``target``, uint8 [bytes]. Raises WeightsError, also if it has another digest."""
+    if _digest_of_fetched(target, fetch, on_piece) != manifest.digest:
+        raise WeightsError(f"version {manifest.version}: the fetched bytes do not match digest {manifest.digest}")
 
 
 def _digest_of_fetched(target: NDArray[np.uint8], fetch: Fetch, on_piece: Callable[[], None]) -> str:

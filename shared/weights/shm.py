@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
 from penstock.shared.errors import NotFound, Unavailable, UnreadableWeights, WeightsError
-from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.protocol.weights import ALIGN, Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, map_file
 from penstock.shared.transport.bulk_server import BlobServer, ServedBlob
 from penstock.shared.weights.base import Way
 from penstock.shared.weights.collective import CollectivePublisher
+from penstock.shared.weights.delta import encode
 from penstock.shared.weights.flat import check_layout, digest_of, fill, view
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, sequence_of, write_slot
-from penstock.shared.weights.slots import SlotPool, is_slot_name
+from penstock.shared.weights.slots import SlotPool, is_slot_name, lock_version, slot_paths
 
 __all__ = ["ShmPublisher", "ShmReceiver", "ShmStaged"]
 
@@ -30,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class ShmPublisher:
-    """Publishes into slots under ``settings.shm_dir``; with ``settings.bulk_host`` other hosts can pull them."""
+    """Publishes into slots under ``settings.shm_dir``; with ``settings.bulk_host`` other hosts can pull them.
+
+    With ``settings.weight_deltas`` they can also pull the changes to another version that is in a slot.
+    """
 
     def __init__(
         self,
@@ -48,7 +53,7 @@ class ShmPublisher:
             Unavailable: ``settings.shm_dir`` has no room for them, or ``settings.bulk_host`` cannot be bound.
         """
         self._job, self._layout, self._host, self._timeout_s = job, layout, settings.host_id, timeout_s
-        self._directory = settings.shm_dir
+        self._directory, self._deltas = settings.shm_dir, settings.weight_deltas
         self._pool = SlotPool(settings.shm_dir, job, layout.nbytes, count=slots, max_count=max_slots)
         self._server = None
         if settings.bulk_host:
@@ -94,7 +99,8 @@ class ShmPublisher:
             refs += [ref] if ref is not None else []
         if self._server:
             token = self._server.token(slot.path.name, sequence + 1)
-            handle = f"{self._server.address}/{slot.path.name}/{sequence + 1}/{token}"
+            bases = self._pool.digests(layout) if self._deltas else []
+            handle = "/".join([self._server.address, slot.path.name, str(sequence + 1), token, *bases])
             refs.append(SlotRef("tcp", self._host, handle, layout.nbytes))
         return WeightManifest(
             job=self._job,
@@ -127,9 +133,12 @@ class ShmPublisher:
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
         """Lock slot ``name`` and yield its content for the server; unlock it when the transfer ends.
 
+        A ``?`` in the name begins a request for changes: see ``_changes``.
+
         Raises:
             NotFound: the job has no such slot, it cannot be read, or ``generation`` is no longer its sequence.
         """
+        name, _, wanted = name.partition("?")
         if not is_slot_name(self._job, name):
             raise NotFound(f"'{name}' is not a slot of job '{self._job}'")
         try:
@@ -138,9 +147,42 @@ class ShmPublisher:
             logger.warning("slot '%s' of job '%s' cannot be served to other hosts: %s", name, self._job, error)
             raise NotFound(f"slot '{name}' cannot be read") from None
         try:
-            yield ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes, self._pool.data_of(file))
+            blob = ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes, self._pool.data_of(file))
+            with self._changes(blob, wanted) if wanted else contextlib.nullcontext(blob) as served:
+                yield served
         finally:
             file.close()
+
+    @contextlib.contextmanager
+    def _changes(self, blob: ServedBlob, wanted: str) -> Iterator[ServedBlob]:
+        """Yield the delta of one bucket from another version to ``blob``, or the bucket itself if too much changed.
+
+        ``wanted``: ``<digest of the other version>/<first byte of the bucket>/<its end>``. The slot of the other
+        version is locked only while its bytes are compared.
+
+        Raises:
+            NotFound: the other version is not in a slot, or there is no such bucket.
+        """
+        digest, *numbers = wanted.split("/")
+        if len(numbers) != 2 or not all(each.isdecimal() and len(each) < 16 for each in numbers) or blob.data is None:
+            raise NotFound(f"'{wanted}' does not name changes")
+        start, stop = map(int, numbers)
+        if not start < stop <= blob.nbytes or (start | stop) % ALIGN:
+            raise NotFound(f"there is no bucket from byte {start} to {stop}")
+        if (found := lock_version(slot_paths(self._directory, self._job), self._layout, (digest,))) is None:
+            raise NotFound(f"version {digest} is in no slot")
+        base, _ = found
+        try:
+            if (before := self._pool.data_of(base)) is None:
+                raise NotFound(f"slot '{base.path.name}' is not mapped")
+            delta = encode(before[start:stop], blob.data[start:stop])
+        finally:
+            base.close()
+        if delta is None:
+            yield ServedBlob(blob.path, blob.offset + start, stop - start, blob.data[start:stop])
+            return
+        with _in_file(delta) as path:
+            yield ServedBlob(path, 0, delta.nbytes, delta)
 
     def _current(self, name: str, generation: int) -> LockedFile:
         """Open and lock a slot whose sequence is ``generation``, and return it.
@@ -158,6 +200,16 @@ class ShmPublisher:
             file.close()
             raise
         return file
+
+
+@contextlib.contextmanager
+def _in_file(data: NDArray[np.uint8]) -> Iterator[Path]:
+    """Write ``data``, uint8 [bytes], to a file in memory, and yield its path, which is valid in this process."""
+    fd = os.memfd_create("penstock-delta")
+    with os.fdopen(fd, "wb") as file:
+        file.write(data.data)
+        file.flush()
+        yield Path(f"/proc/self/fd/{fd}")
 
 
 # Only ``release`` or the end of the process may drop a lock: tensors can outlive the ``ShmStaged`` they came from.

@@ -8,7 +8,7 @@ import struct
 import msgspec
 
 from penstock.shared.errors import WeightsError
-from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.protocol.weights import Layout, WeightManifest
 from penstock.shared.transport.bulk_segment import LockedFile
 
 __all__ = ["SlotHeader", "read_slot", "sequence_of", "write_slot"]
@@ -34,6 +34,10 @@ class SlotHeader(msgspec.Struct, frozen=True):
     def sealed(self) -> bool:
         """True if the slot holds a complete version."""
         return self.sequence > 0 and self.sequence % 2 == 0
+
+    def digest_in(self, layout: Layout) -> str:
+        """Return the digest of the version if it is complete and has this layout, else ''."""
+        return self.digest if self.sealed and (self.layout, self.nbytes) == (layout.id, layout.nbytes) else ""
 
     def mismatch(self, manifest: WeightManifest) -> str:
         """Return how the slot differs from the version of ``manifest``, as text for a message; '' if it holds that

@@ -8,20 +8,21 @@ Slots in the memory of a GPU have files, too, which hold only headers and locks.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.shared.errors import DeadlineError, Fenced, NotFound, Unavailable, WeightsError
-from penstock.shared.protocol.weights import WeightManifest, slot_name
+from penstock.shared.protocol.weights import Layout, WeightManifest, slot_name
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
 
-__all__ = ["SlotPool", "is_slot_name", "slot_paths", "slot_stem", "turn_path"]
+__all__ = ["SlotPool", "is_slot_name", "lock_version", "slot_paths", "slot_stem", "turn_path"]
 
 _POLL_S = 0.005
 _LOOK_S = 1.0
@@ -45,6 +46,20 @@ def slot_stem(job: str, copies_of: str = "") -> str:
 def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
     """Return all slot files of a job in ``directory``; ``copies_of``: see ``slot_stem``."""
     return _paths(directory, slot_stem(job, copies_of))
+
+
+def lock_version(paths: Iterable[Path], layout: Layout, digests: Collection[str]) -> tuple[LockedFile, str] | None:
+    """Find a slot of ``paths`` that holds a version with one of ``digests``; return it, locked, and its digest.
+
+    None: there is no such slot, or all of them are being written.
+    """
+    for path in paths:
+        with contextlib.suppress(NotFound, Unavailable, WeightsError):  # removed, of another user, or not a slot
+            file = LockedFile.open(path)
+            if file.try_shared() and (digest := read_slot(file).digest_in(layout)) and digest in digests:
+                return file, digest
+            file.close()
+    return None
 
 
 def turn_path(directory: Path, job: str, host: str) -> Path:
@@ -147,6 +162,11 @@ class SlotPool:
         for path in _paths(self._directory, self._stem):
             if path not in known:
                 self._adopt(path, on_piece)
+
+    def digests(self, layout: Layout) -> list[str]:
+        """Return the digests of the complete versions of ``layout`` in the slots."""
+        known = (read_slot(slot).digest_in(layout) for slot in self._slots)
+        return list(dict.fromkeys(digest for digest in known if digest))
 
     def data_of(self, file: LockedFile) -> NDArray[np.uint8] | None:
         """Return the bytes of a slot, uint8 [nbytes], if they are mapped here. Any thread may call it."""

@@ -32,10 +32,14 @@ from pathlib import Path
 from penstock.shared.config import ServiceSettings
 from penstock.shared.weights import layout_of, open_publisher
 torch.set_num_threads(1)
-settings = ServiceSettings(host_id="near", shm_dir=Path(sys.argv[1]), bulk_host=sys.argv[2])
-publisher = open_publisher("{JOB}", layout_of([("w", torch.empty({NUM_FLOATS}))]), settings)
+deltas = sys.argv[3] == "deltas"
+settings = ServiceSettings(host_id="near", shm_dir=Path(sys.argv[1]), bulk_host=sys.argv[2], weight_deltas=deltas)
+weights = torch.empty({NUM_FLOATS})
+publisher = open_publisher("{JOB}", layout_of([("w", weights)]), settings)
 for line in sys.stdin:
-    manifest = publisher.publish([("w", torch.full(({NUM_FLOATS},), float(line)))], version=int(line), epoch=1)
+    version, step = map(int, line.split())
+    weights[::step] = version
+    manifest = publisher.publish([("w", weights)], version=version, epoch=1)
     print(msgspec.msgpack.encode(manifest).hex(), flush=True)
 """
 
@@ -65,9 +69,9 @@ receiver.close()
 
 
 class Plane:
-    """A trainer on host 1 and three workers on host 2."""
+    """A trainer on host 1 and three workers on host 2. ``mode``: 'deltas' or 'whole' versions."""
 
-    def __init__(self, hosts: Hosts, directory: Path, *, timeout_s: float) -> None:
+    def __init__(self, hosts: Hosts, directory: Path, *, timeout_s: float = 60.0, mode: str = "whole") -> None:
         self.hosts, self.shm = hosts, directory / "far"
         near = directory / "near"
         for path in (near, self.shm):
@@ -77,14 +81,16 @@ class Plane:
             "stdout": subprocess.PIPE,
             "env": os.environ | {"OMP_NUM_THREADS": "1"},
         }
-        self.trainer = hosts.start(1, [sys.executable, "-c", TRAINER, str(near), hosts.address(1)], **pipes)
+        trainer = [sys.executable, "-c", TRAINER, str(near), hosts.address(1), mode]
+        self.trainer = hosts.start(1, trainer, **pipes)
         command = [sys.executable, "-c", WORKER, str(self.shm), str(timeout_s)]
         self.workers = [hosts.start(2, command, **pipes) for _ in range(3)]
         for worker in self.workers:
             assert _line(worker) == "ready"
 
-    def publish(self, version: int) -> WeightManifest:
-        data = bytes.fromhex(_ask(self.trainer, str(version)))
+    def publish(self, version: int, *, step: int = 1) -> WeightManifest:
+        """Publish a version in which each ``step``-th weight is the number of the version, and others are as before."""
+        data = bytes.fromhex(_ask(self.trainer, f"{version} {step}"))
         return msgspec.msgpack.decode(data, type=WeightManifest)
 
     def send(self, manifest: WeightManifest) -> None:
@@ -144,7 +150,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture
 def plane(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Plane]:
-    made = Plane(hosts, tmp_path, timeout_s=getattr(request, "param", 60.0))
+    made = Plane(hosts, tmp_path, **getattr(request, "param", {}))
     yield made
     made.close()
 
@@ -168,6 +174,21 @@ def test_three_workers_of_a_host_cost_one_transfer(plane: Plane) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("plane", [{"mode": "deltas"}], indirect=True)
+def test_three_workers_of_a_host_cost_one_transfer_of_the_changes(plane: Plane) -> None:
+    for version in range(1, 5):
+        manifest = plane.publish(version, step=1 if version == 1 else 50)
+        before = plane.hosts.received_bytes(2)
+        plane.send(manifest)
+        answers = plane.answers()
+        assert [answer["values"] for answer in answers] == [[1, version]] * 3
+        *others, fetched = sorted(answer["fetched"] for answer in answers)
+        assert others == [0, 0]
+        assert fetched == NBYTES if version == 1 else fetched < NBYTES / 25
+        assert fetched < plane.hosts.received_bytes(2) - before < 1.2 * fetched + 100_000
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_other_workers_continue_when_the_fetching_worker_ends(plane: Plane, end: signal.Signals) -> None:
     plane.hosts.slow(1, "200mbit")
@@ -187,7 +208,7 @@ def test_other_workers_continue_when_the_fetching_worker_ends(plane: Plane, end:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plane", [4.0], indirect=True)
+@pytest.mark.parametrize("plane", [{"timeout_s": 4.0}], indirect=True)
 def test_a_cut_link_ends_all_waits_in_time_and_mixes_no_versions(plane: Plane) -> None:
     plane.send(plane.publish(1))
     assert [answer["values"] for answer in plane.answers()] == [[1, 1]] * 3
