@@ -1,6 +1,7 @@
 """Tokens per second of the embedded rollout engine beside transformers' ``generate`` and vLLM on the CPU.
 
     python benchmarks/engine.py [--models 1m 30m 100m] [--batches 1 64 256] [--rounds 3] [--out engine.json] [--quick]
+                                [--transformers]
 
 Every engine decodes the same completions with the same weights, in a process of its own with one thread
 (``decoding/``); they take turns and the order rotates, because the machine may be shared. "equal": every prompt and
@@ -13,7 +14,8 @@ its first completion finds a free row; beside it stands the rule of beginning it
 
 Ratios are medians over rounds, of CPU seconds: with one thread they are the seconds of a quiet machine, and hold on a
 busy one, too. Ratios of wall time stand beside them. vLLM is the one that ``penstock engines install vllm`` made; where
-there is none its column is left out. ``--out`` is written after each model and batch.
+there is none its column is left out. ``--transformers`` adds Penstock's engine of that name, which decodes one
+completion at a time. ``--out`` is written after each model and batch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from penstock.shared.errors import ConfigError
 from penstock.shared.models import build_model
 
 HERE = Path(__file__).resolve().parent
-OWN, PADDED, VLLM = "embedded", "generate", "vllm"
+OWN, PADDED, VLLM, ANY = "embedded", "generate", "vllm", "transformers"
 GOALS = {"equal": 1.2, "ragged": 2.0}
 """Times the tokens per second of ``generate``; ragged ones in batches, for one row pads nothing."""
 VLLM_GOAL, VLLM_BATCH = 0.9, 256
@@ -143,6 +145,8 @@ def add(report: Report, name: str, batch: int, found: dict[str, Measured]) -> No
         for engine in (PADDED, VLLM):
             kinds = ratios.get(engine, {})
             cells += [f"{kinds[kind]:.2f}" if kinds else "-" for kind in ("cpu", "wall")]
+        if ANY in rates:
+            cells += [f"{rates[ANY]:,.0f}", f"{ratios[ANY]['cpu']:.2f}", f"{ratios[ANY]['wall']:.2f}"]
         report.row(f"{name}, batch {batch}, {shape}", *cells)
         report.results[f"{name}.{batch}.{shape}"] = {
             "tokens_per_cpu_s": rates,
@@ -166,6 +170,7 @@ def main() -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 64, 256])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="the smallest model, batches of 1 and 64, one round")
+    parser.add_argument("--transformers", action="store_true", help="add the engine `transformers`")
     parser.add_argument("--work", type=Path, default=Path(".bench/engine"), help="weights and logs")
     parser.add_argument("--out", type=Path, help="write the results as JSON")
     args = parser.parse_args()
@@ -176,10 +181,13 @@ def main() -> int:
     pythons = {OWN: Path(sys.executable), PADDED: Path(sys.executable)}
     if (python := vllm_python()) is not None:
         pythons[VLLM] = python
-    columns = [f"{engine} tok/s" for engine in (OWN, PADDED, VLLM)]
+    columns = [f"{engine} tok/s" for engine in (OWN, PADDED, VLLM)] + ["x generate", "wall", "x vLLM", "wall"]
+    if args.transformers:
+        pythons[ANY] = Path(sys.executable)
+        columns += [f"{ANY} tok/s", f"x {ANY}", "wall"]
     report = Report(
         f"decoding, float32, one thread each, {args.rounds} rounds; tokens per CPU second",
-        ["model", *columns, "x generate", "wall", "x vLLM", "wall"],
+        ["model", *columns],
     )
     for name in args.models:
         prepare(name, work)

@@ -12,6 +12,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +29,15 @@ KV_BYTES = 2 << 30
 """Of vLLM, enough for every batch."""
 
 
-def opened(directory: Path, rows: int, length: int) -> EmbeddedEngine:
-    """Penstock's engine, not started."""
-    from penstock.services.rollout.engines import EmbeddedEngine
+def opened(directory: Path, rows: int, length: int, *, own_forward: bool = False) -> EmbeddedEngine:
+    """Penstock's engine, not started; ``own_forward``: that of any model, the engine `transformers`."""
+    from penstock.services.rollout.engines import EmbeddedEngine, TransformersEngine
     from penstock.shared.config.model import ModelConfig
     from penstock.shared.models import build_model
 
     model = build_model(ModelConfig(path=str(directory), tokenizer="char"), 0, seed=0)
-    return EmbeddedEngine(model, max_running=rows, stop_ids=[], detokenize=str, max_length=length)
+    kind = TransformersEngine if own_forward else EmbeddedEngine
+    return kind(model, max_running=rows, stop_ids=[], detokenize=str, max_length=length)
 
 
 async def ask(engine: EmbeddedEngine, number: int, one: Completion) -> int:
@@ -47,12 +49,12 @@ async def ask(engine: EmbeddedEngine, number: int, one: Completion) -> int:
     return len(result.samples[0].token_ids)
 
 
-def embedded(directory: Path, batch: int, length: int) -> Decode:
+def embedded(directory: Path, batch: int, length: int, *, own_forward: bool = False) -> Decode:
     """Penstock's engine; a log-prob comes with every token."""
     import torch
 
     torch.set_num_threads(1)
-    engine, loop = opened(directory, batch, length), asyncio.new_event_loop()
+    engine, loop = opened(directory, batch, length, own_forward=own_forward), asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
 
     async def all_of(wanted: Sequence[Completion]) -> int:
@@ -119,7 +121,12 @@ def vllm(directory: Path, batch: int, length: int) -> Decode:
     return decode
 
 
-SYSTEMS = {"embedded": embedded, "generate": generate, "vllm": vllm}
+SYSTEMS: dict[str, Callable[[Path, int, int], Decode]] = {
+    "embedded": embedded,
+    "generate": generate,
+    "vllm": vllm,
+    "transformers": partial(embedded, own_forward=True),
+}
 
 
 def main() -> None:

@@ -39,6 +39,7 @@ from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.jobs.training_job import MAX_GROUP_BYTES
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rewards.reward import RewardConfig
+from penstock.shared.config.rollout import check_decoder
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
@@ -180,7 +181,7 @@ async def plan_job(
     if isinstance(spec, ServingJob):
         return _plan_serving(spec, running)
     longest = max((spec.sampling, spec.evaluation_sampling), key=lambda s: completion_tokens(s, spec.environment))
-    notes = _check_model(spec.model, completion_tokens(longest, spec.environment), room_of(longest, spec.environment))
+    notes = _check_model(spec, completion_tokens(longest, spec.environment), room_of(longest, spec.environment))
     check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, running)
@@ -236,7 +237,7 @@ async def _plan_embodied(
 
 
 def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, Any]:
-    notes = _check_model(spec.model, spec.sampling.max_new_tokens, "sampling.max_new_tokens")
+    notes = _check_model(spec, spec.sampling.max_new_tokens, "sampling.max_new_tokens")
     check_alias(spec, running)
     return {
         "spec": spec.model_dump(mode="json"),
@@ -429,15 +430,15 @@ def _check_tokenizer(model: ModelConfig) -> None:
         raise ConfigError(f"model.tokenizer: '{source}' holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
 
 
-def _check_model(model: ModelConfig, longest: int, where: str) -> list[str]:
-    """Check the directory of a model, and its tokenizer. Return warnings about code in the directory.
+def _check_model(spec: TextJob | ServingJob, longest: int, where: str) -> list[str]:
+    """Check the directory of a job's model, and its tokenizer. Return warnings about code in the directory.
 
     Raises:
-        ConfigError: the directory is no model, or completions of ``longest`` tokens leave no room for a prompt;
-            ``where`` names the key that sets ``longest``.
+        ConfigError: the directory is no model, the embedded engine would have to decode it and cannot, or completions
+            of ``longest`` tokens leave no room for a prompt; ``where`` names the key that sets ``longest``.
     """
+    model, path = spec.model, spec.model.path
     _check_tokenizer(model)
-    path = model.path
     if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
         folder = Path(path).expanduser()
         if not folder.is_dir():
@@ -450,6 +451,7 @@ def _check_model(model: ModelConfig, longest: int, where: str) -> list[str]:
         most = described.get("max_position_embeddings")
         if isinstance(most, int) and longest >= most:
             raise ConfigError(f"{where} {longest} leaves no room for a prompt: the model takes {most} tokens ({file})")
+        check_decoder(spec.rollout, described, str(file))
         return _check_code(model, folder, described)
     return []
 

@@ -30,7 +30,7 @@ class Candidate:
     ) -> None:
         self.engine = open_engine(
             config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
-            device=resolve_device(config.placement.device),
+            device=resolve_device(config.placement.device), rollout=config.rollout,
         )  # fmt: skip
         key = subjects.candidate_manifest(job)
         self.policy = PolicyFollower(bus, settings, job, self.engine, key=key, leaving=self._leave)

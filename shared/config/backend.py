@@ -24,7 +24,8 @@ class LocalConfig(StrictModel):
 
 
 class FSDPConfig(StrictModel):
-    """PyTorch FSDP2: weights, gradients and optimizer moments are sharded over the ranks. For Llama, Qwen and Mixtral.
+    """PyTorch FSDP2: weights, gradients and optimizer moments are sharded over the ranks. Decoder blocks of Llama, Qwen
+    and Mixtral are gathered one by one, any other causal language model whole.
 
     With `model.dtype: bfloat16` the shards of trained weights are kept in float32 and blocks compute in bfloat16
     (mixed precision).
@@ -36,7 +37,8 @@ class FSDPConfig(StrictModel):
     reshard_after_forward: bool = True
     """Free the gathered weights of a block after its forward pass and gather them again for the backward pass."""
     activation_checkpointing: bool = False
-    """Activation checkpointing: keep only the inputs of each block for the backward pass and recompute the rest."""
+    """Activation checkpointing: keep only the inputs of each block for the backward pass and recompute the rest. For
+    Llama, Qwen and Mixtral only."""
     cpu_offload: bool = False
     """Keep weights, gradients and moments in host memory; a block's weights are on the GPU only while it computes."""
     offload_reference: bool = False

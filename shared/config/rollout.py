@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from penstock.shared.config.base import CodeName, StrictModel
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.generation import Caps, PauseMode
 
 __all__ = [
+    "ANY_MODEL",
     "ENGINE_PACKAGES",
     "ENVIRONMENTS",
     "ENVIRONMENT_OF",
+    "ROPE_TYPES",
     "AnyRollout",
     "ClassConfig",
     "EmbeddedConfig",
     "RolloutConfig",
     "SglangConfig",
+    "TransformersConfig",
     "VllmConfig",
     "VllmServerConfig",
+    "check_decoder",
     "check_engine",
 ]
 
+ANY_MODEL = "rollout.engine: transformers runs any causal language model by its own forward pass, more slowly"
+"""Way out for a model that the embedded engine does not decode."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that our decoder computes: those whose angles depend only on the position. The angles of `dynamic`
+and `longrope` also depend on the length of the text."""
 OnUpdate = Literal["keep", "restart", "drain"]
 ENGINE_PACKAGES = ("vllm",)
 """Import names of engine packages that run inside a rollout worker and need an interpreter of their own."""
@@ -63,6 +73,22 @@ class EmbeddedConfig(_AnyEngine):
     caps: ClassVar[Caps] = Caps(
         transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=True
     )
+
+
+class TransformersConfig(_AnyEngine):
+    """Any causal language model of the transformers library, by its own forward pass; runs in the rollout worker's
+    process. Exact and slow: one completion is computed at a time.
+    """
+
+    engine: Literal["transformers"] = "transformers"
+    max_length: int | None = Field(None, ge=2)
+    """Maximum number of tokens of a prompt plus its completion. None: the maximum of the model, which some models
+    do not name."""
+
+    caps: ClassVar[Caps] = Caps(
+        transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=True,
+        routers=False,
+    )  # fmt: skip
 
 
 class _VllmOptions(_AnyEngine):
@@ -149,7 +175,7 @@ def _embedded_unless_named(data: Any) -> Any:
     return {"engine": "embedded", **data}
 
 
-AnyRollout = EmbeddedConfig | VllmConfig | VllmServerConfig | SglangConfig | ClassConfig
+AnyRollout = EmbeddedConfig | TransformersConfig | VllmConfig | VllmServerConfig | SglangConfig | ClassConfig
 RolloutConfig = Annotated[AnyRollout, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)]
 
 
@@ -178,6 +204,53 @@ def check_engine(
             raise ValueError(f"rollout.engine '{rollout.engine}' cannot do {key}{_INSTEAD.get(cap, '')}")
 
 
+def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str) -> None:
+    """Refuse a model that the embedded engine does not decode, as far as the model's config.json shows it. The engine
+    itself refuses the others (``shared/models/architecture.py``).
+
+    Args:
+        described: the config.json.
+        where: file of the config.json, for the message.
+
+    Raises:
+        ConfigError: ``rollout`` is the embedded engine, and it does not decode this model.
+    """
+    kind = described.get("model_type")
+    if not isinstance(rollout, EmbeddedConfig) or not isinstance(kind, str):
+        return
+    if kind not in _DECODED:
+        flaw = f"model_type '{kind}', and the embedded engine decodes {', '.join(_DECODED)}"
+    elif found := _undecoded(kind, described):
+        flaw = f"{found}, which the embedded engine does not decode"
+    else:
+        return
+    raise ConfigError(f"model.path: {where} has {flaw}; {ANY_MODEL}")
+
+
+def _undecoded(kind: str, described: Mapping[str, Any]) -> str:
+    """Return what in a config.json the embedded engine does not decode; empty if there is nothing."""
+    rope = described.get("rope_parameters") or described.get("rope_scaling")
+    rope_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+    layers = described.get("layer_types")
+    flaws = {
+        f"hidden_act '{described.get('hidden_act')}'": described.get("hidden_act") not in (None, "silu"),
+        f"rope_type '{rope_type}'": rope_type is not None and rope_type not in ROPE_TYPES,
+        "layers with a sliding window": isinstance(layers, list) and any(each != "full_attention" for each in layers),
+        "a sliding window": described.get(_DECODED[kind]),
+        "attention_dropout": described.get("attention_dropout"),
+    }
+    return next((flaw for flaw, has in flaws.items() if has), "")
+
+
+_DECODED = {
+    "llama": "",
+    "qwen2": "",
+    "qwen3": "",
+    "qwen3_moe": "use_sliding_window",
+    "mixtral": "sliding_window",
+}
+"""``model_type`` of the models that the embedded engine decodes, and the key, if any, that gives all of their layers a
+sliding window."""
 _AT_UPDATE: dict[OnUpdate, PauseMode] = {"keep": "keep", "restart": "abort", "drain": "keep"}
 """Pause mode of the engine for each value of ``on_update``. With `drain`, completions that still run after ``drain_s``
 go on under the new version."""

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3MoeForSequenceClassification,
 )
 
+from penstock.shared.config.rollout import ROPE_TYPES
 from penstock.shared.models.experts import Routing, Sparse
 
 __all__ = [
@@ -40,9 +41,6 @@ __all__ = [
     "run_blocks_by",
 ]
 
-_ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings whose angles depend only on the position; those of `dynamic` and `longrope` also depend on the
-length."""
 _DENSE = (
     *(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
     *(LlamaForSequenceClassification, Qwen2ForSequenceClassification, Qwen3ForSequenceClassification),
@@ -176,7 +174,7 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
     return (
         type(model) in (*_DENSE, *_SPARSE)
         and config.hidden_act == "silu"
-        and config.rope_parameters["rope_type"] in _ROPE_TYPES
+        and config.rope_parameters["rope_type"] in ROPE_TYPES
         and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         and not (type(model) in _SPARSE and config.sliding_window)
         and not config.attention_dropout

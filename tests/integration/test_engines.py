@@ -30,7 +30,7 @@ def test_a_missing_engine_names_the_command(tmp_path: Path) -> None:
         engine_python("vllm", tmp_path)
     listed = CliRunner().invoke(app, ["engines", "ls", "--json"], env=environment)
     rows = {row["name"]: row for row in json.loads(listed.stdout)}
-    assert list(rows) == ["embedded", *ENVIRONMENTS]
+    assert list(rows) == ["embedded", "transformers", *ENVIRONMENTS]
     assert (rows["embedded"]["problem"], rows["vllm"]["python"]) == ("", "")
     assert "penstock engines install vllm" in rows["vllm"]["problem"]
     result = CliRunner().invoke(app, ["engines", "install", "warp"], env=environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from penstock.shared.config.rollout import EmbeddedConfig, TransformersConfig, check_decoder
+from penstock.shared.errors import ConfigError
 from penstock.shared.models import decoder, hidden_states, pack, selected_logprobs, supports
 
 SIZE: dict[str, Any] = {
@@ -61,6 +64,7 @@ FOREIGN = {
     "sliding": Qwen2Config(**SIZE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
     "gelu": LlamaConfig(**SIZE, hidden_act="gelu"),
     "sliding-experts": MixtralConfig(**SIZE, num_local_experts=3, num_experts_per_tok=2, sliding_window=4),
+    "dynamic-rope": LlamaConfig(**SIZE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
 }
 
 
@@ -128,6 +132,18 @@ def test_values_and_gradients_are_those_of_the_module(name: str, temperature: fl
     for parameter, expected_gradient in theirs.items():
         scale = float(expected_gradient.abs().max())
         torch.testing.assert_close(ours[parameter], expected_gradient, atol=1e-5 * scale + 1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*SUPPORTED, *FOREIGN])
+def test_the_config_of_a_model_shows_whether_the_decoder_knows_it(name: str) -> None:
+    """The coordinator, which has no torch, refuses jobs of the embedded engine by what config.json holds."""
+    described = json.loads({**SUPPORTED, **FOREIGN}[name].to_json_string())
+    check_decoder(TransformersConfig(), described, "config.json")
+    if name in SUPPORTED:
+        check_decoder(EmbeddedConfig(), described, "config.json")
+        return
+    with pytest.raises(ConfigError, match=r"config\.json has .*; rollout\.engine: transformers runs any"):
+        check_decoder(EmbeddedConfig(), described, "config.json")
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe"])

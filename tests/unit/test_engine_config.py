@@ -15,7 +15,13 @@ from penstock.services.coordinator.submission import check_packages
 from penstock.services.rollout.engines import lacks_engine, weights_alone
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.jobs.kinds import parse_job
-from penstock.shared.config.rollout import EmbeddedConfig, SglangConfig, VllmConfig, VllmServerConfig
+from penstock.shared.config.rollout import (
+    EmbeddedConfig,
+    SglangConfig,
+    TransformersConfig,
+    VllmConfig,
+    VllmServerConfig,
+)
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.messages import Heartbeat
@@ -43,6 +49,7 @@ def engine(name: str, job: dict[str, Any]) -> dict[str, Any]:
 
 def test_a_job_names_its_engine_and_options() -> None:
     assert parse_job(engine("sglang", JOB)).rollout == SglangConfig()
+    assert parse_job(engine("transformers", JOB)).rollout == TransformersConfig()
     assert parse_job({**JOB, "rollout": {}}).rollout == EmbeddedConfig()
     assert parse_job({k: v for k, v in JOB.items() if k != "rollout"}).rollout == EmbeddedConfig()
     assert parse_job({**JOB, "rollout": {"engine": "vllm"}}).rollout == VllmConfig()
@@ -83,8 +90,17 @@ def test_what_an_engine_cannot_do_is_refused_with_its_key(job: dict[str, Any], k
     parse_job(engine("embedded", job))
 
 
+def test_the_engine_of_any_model_refuses_router_replay_alone() -> None:
+    replay = {**JOB["model"], "config": MOE, "moe": {"router_replay": True}}
+    with pytest.raises(ConfigError, match=r"rollout.engine 'transformers' cannot do model\.moe\.router_replay"):
+        parse_job(engine("transformers", {**JOB, "model": replay}))
+    caps = TransformersConfig.caps
+    assert replace(caps, routers=True) == EmbeddedConfig.caps
+    assert not lacks_engine(TransformersConfig(), ServiceSettings())
+
+
 def test_every_engine_has_a_rule_for_updates() -> None:
-    for name in ("embedded", "vllm", "vllm_server", "sglang", "class"):
+    for name in ("embedded", "transformers", "vllm", "vllm_server", "sglang", "class"):
         assert parse_job(engine(name, JOB)).rollout.on_update == "keep"
         for rule in ("restart", "drain"):
             job = engine(name, JOB)

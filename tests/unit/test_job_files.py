@@ -88,7 +88,8 @@ async def test_code_in_the_folder_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(orjson.dumps(described))
 
     async def warned(trusted: bool) -> list[str]:
-        spec = parse_job({**JOB, "model": {"path": str(tmp_path), "trust_remote_code": trusted}})
+        model = {"path": str(tmp_path), "trust_remote_code": trusted}
+        spec = parse_job({**JOB, "model": model, "rollout": {"engine": "transformers"}})
         warnings: list[str] = (await plan_job(spec, [], ServiceSettings(), stores_parts=True))["warnings"]
         return warnings
 
@@ -101,6 +102,31 @@ async def test_code_in_the_folder_of_a_model(tmp_path: Path) -> None:
     assert await warned(True) == []
     (tmp_path / "config.json").write_bytes(b'{"model_type": "qwen3"}')
     assert await warned(False) == []
+
+
+@pytest.mark.parametrize(
+    ("described", "flaw"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2', and the embedded engine decodes llama, qwen2"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "with a sliding window"),
+        ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "qwen3", "attention_dropout": 0.1}, "attention_dropout"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["rl", "serving"])
+async def test_a_model_that_our_decoder_does_not_know_is_refused_with_the_way_out(
+    tmp_path: Path, described: dict[str, Any], flaw: str, kind: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(orjson.dumps(described))
+    model = {"path": str(tmp_path)}
+    job = {**JOB, "model": model} if kind == "rl" else {"kind": "serving", "name": "served", "model": model}
+    with pytest.raises(ConfigError) as refused:
+        await plan_job(parse_job(job), [], ServiceSettings(), stores_parts=True)
+    assert flaw in str(refused.value)
+    assert "; rollout.engine: transformers runs any causal language model by its own forward pass" in str(refused.value)
+    other = parse_job({**job, "rollout": {"engine": "transformers"}})
+    assert "spec" in await plan_job(other, [], ServiceSettings(), stores_parts=True)
 
 
 def test_the_client_takes_the_path_of_a_file_as_text(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.services.rollout.engines.base import Engine, Updatable, UpdatableByReference, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded.engine import EmbeddedEngine
+from penstock.services.rollout.engines.transformers import TransformersEngine, longest_text
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import ModelConfig
@@ -25,6 +26,7 @@ from penstock.shared.config.rollout import (
     EmbeddedConfig,
     RolloutConfig,
     SglangConfig,
+    TransformersConfig,
     VllmConfig,
     VllmServerConfig,
 )
@@ -40,6 +42,7 @@ from penstock.shared.weights import digest_of_tensors, layout_of
 __all__ = [
     "EmbeddedEngine",
     "Engine",
+    "TransformersEngine",
     "Updatable",
     "UpdatableByReference",
     "UpdateMode",
@@ -70,11 +73,11 @@ def open_job_engine(
     Raises:
         ConfigError: as ``open_engine``.
     """
-    if not isinstance(config.rollout, EmbeddedConfig):
+    if not isinstance(config.rollout, EmbeddedConfig | TransformersConfig):
         return _open_adapter(config, config.rollout, tokenizer, settings)
     return open_engine(
         config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
-        device=resolve_device(config.placement.device),
+        device=resolve_device(config.placement.device), rollout=config.rollout,
     )  # fmt: skip
 
 
@@ -101,8 +104,9 @@ def open_engine(
     device: str = "cpu",
     version: int = 0,
     digest: str = "",
+    rollout: AnyRollout | None = None,
 ) -> Engine:
-    """Load a model and return an embedded engine that owns it; blocks meanwhile.
+    """Load a model and return an engine of this process that owns it; blocks meanwhile.
 
     Args:
         max_running: maximum number of sequences decoded at once.
@@ -110,9 +114,10 @@ def open_engine(
         device: torch device of the model.
         version: policy version of the loaded weights.
         digest: digest of the loaded weights.
+        rollout: selects the engine: that of ``TransformersConfig``, or the embedded engine.
 
     Raises:
-        ConfigError: the model cannot be loaded, or the embedded engine does not support its architecture.
+        ConfigError: the model cannot be loaded, or the engine does not support its architecture.
     """
     model = build_model(config, len(tokenizer), seed=seed).to(device)
     _check_routers(model, config)
@@ -122,9 +127,14 @@ def open_engine(
         base = digest_of_tensors(base_parameters(model).items())
     stop_ids = stop_token_ids(tokenizer, model)
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    return EmbeddedEngine(
+    kind: type[EmbeddedEngine] = EmbeddedEngine
+    max_length: int | None = None
+    if isinstance(rollout, TransformersConfig):
+        kind, max_length = TransformersEngine, longest_text(model, rollout.max_length)
+    return kind(
         model,
         max_running=max_running,
+        max_length=max_length,
         stop_ids=stop_ids,
         detokenize=_detokenizer(tokenizer),
         version=version,

@@ -1,8 +1,9 @@
 """Engines under test, each over a small peaked model, and the plain forward that judges their log-probs.
 
-``PENSTOCK_TEST_ENGINE`` names the engine. Each test creates its own embedded engine, or engine of a user's class
-(``module:Class``). An engine with processes of its own takes too long to start: all tests of a run share one, in its
-own interpreter (``run_contract`` starts such a run).
+``PENSTOCK_TEST_ENGINE`` names the engine. Without it, the tests of the contract run on the embedded engine and on the
+engine `transformers`, which serves an architecture that the embedded one refuses. Each test creates its own engine in
+this process, or engine of a user's class (``module:Class``). An engine with processes of its own takes too long to
+start: all tests of a run share one, in its own interpreter (``run_contract`` starts such a run).
 """
 
 from __future__ import annotations
@@ -19,9 +20,15 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdatableByReference, UpdateMode
+from penstock.services.rollout.engines import (
+    EmbeddedEngine,
+    Engine,
+    TransformersEngine,
+    UpdatableByReference,
+    UpdateMode,
+)
 from penstock.services.rollout.engines.adapter import EngineAdapter, ModelFiles
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig, VllmServerConfig
@@ -51,9 +58,17 @@ LENGTH = 240
 PROMPT = (5, 14, 9, 18)
 
 
-def peaked_model(seed: int) -> PreTrainedModel:
-    """Return a model of random weights with confident predictions: a wrong cache moves log-probs by nats."""
-    model = build_model(CONFIG, len(build_tokenizer(CONFIG)), seed=seed)
+def peaked_model(seed: int, foreign: bool = False) -> PreTrainedModel:
+    """Return a model of random weights with confident predictions: a wrong cache moves log-probs by nats.
+
+    ``foreign``: of an architecture that our own decoder does not know.
+    """
+    tokenizer = build_tokenizer(CONFIG)
+    if foreign:
+        size = {"n_positions": 512, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **size)).eval()
+    else:
+        model = build_model(CONFIG, len(tokenizer), seed=seed)
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,9 +78,9 @@ def peaked_model(seed: int) -> PreTrainedModel:
 
 
 @functools.cache
-def reference(seed: int) -> PreTrainedModel:
-    """Return a copy of ``peaked_model(seed)`` that no engine changes."""
-    return peaked_model(seed)
+def reference(seed: int, foreign: bool = False) -> PreTrainedModel:
+    """Return a copy of ``peaked_model(seed, foreign)`` that no engine changes."""
+    return peaked_model(seed, foreign)
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,8 @@ class Bench:
     length: int = LENGTH
     seeded: bool = True
     """False if seeds have no effect: SGLang's deterministic inference needs the attention kernels of a GPU."""
+    foreign: bool = False
+    """True if the engine serves ``peaked_model(0, foreign=True)``."""
     digests: dict[int, str] = field(default_factory=dict)
     """Digests of the versions that ``update`` loaded."""
 
@@ -103,7 +120,7 @@ class Bench:
         ids = torch.tensor([[*prompt, *sample.token_ids]])
         worst = 0.0
         for span in sample.spans:
-            logits = reference(seeds[span.version])(ids).logits[0].float() / (temperature or 1.0)
+            logits = reference(seeds[span.version], self.foreign)(ids).logits[0].float() / (temperature or 1.0)
             start, stop = len(prompt) + span.start, len(prompt) + span.end
             expected = torch.log_softmax(logits[start - 1 : stop - 1], -1).gather(-1, ids[0, start:stop, None])[:, 0]
             away = (expected - torch.tensor(sample.logprobs[span.start : span.end])).abs()
@@ -113,11 +130,12 @@ class Bench:
     @torch.no_grad()
     def plain(self, token_ids: Sequence[int]) -> Tensor:
         """Return the log-probs [T, V] after each token of a text, from a forward of version 0 without a cache."""
-        return torch.log_softmax(reference(0)(torch.tensor([list(token_ids)])).logits[0].float(), -1)
+        return torch.log_softmax(reference(0, self.foreign)(torch.tensor([list(token_ids)])).logits[0].float(), -1)
 
     def weights(self, seed: int) -> dict[str, Tensor]:
         """Return the parameters of ``peaked_model(seed)``."""
-        return {name: parameter.detach().clone() for name, parameter in reference(seed).named_parameters()}
+        named = reference(seed, self.foreign).named_parameters()
+        return {name: parameter.detach().clone() for name, parameter in named}
 
     async def until_tokens(self, num_new: int) -> None:
         """Wait until the engine has sampled ``num_new`` more tokens."""
@@ -206,6 +224,8 @@ SHARED = (
     "test_engine_control.py", "test_engine_updates.py", "test_engine_commits.py", "test_engine_begun.py",
     "test_engine_generate.py",
 )  # fmt: skip
+IN_THIS_PROCESS: dict[str, type[EmbeddedEngine]] = {"embedded": EmbeddedEngine, "transformers": TransformersEngine}
+"""Engines of this process by name; ``SHARED`` and the tests of streams run on each."""
 ENDING = "test_engine_control.py::test_resume_and_close_are_safe_to_repeat"
 """A test that ends the engine, which takes long to start; other tests that end it run last."""
 
@@ -243,10 +263,17 @@ def run_contract(tmp_path: Path) -> Callable[..., None]:
     return run
 
 
-def embedded(model: PreTrainedModel) -> Engine:
-    """Return the embedded engine."""
-    tokenizer = build_tokenizer(CONFIG)
-    return EmbeddedEngine(model, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of the contract on each engine of this process."""
+    of_contract = metafunc.definition.path.name in (*SHARED, "test_engine_streams.py")
+    if OWN == "embedded" and of_contract and "bench" in metafunc.fixturenames:
+        metafunc.parametrize("bench", IN_THIS_PROCESS, indirect=True)
+
+
+def in_this_process(name: str) -> Engine:
+    """Return an engine of ``IN_THIS_PROCESS``."""
+    tokenizer, model = build_tokenizer(CONFIG), peaked_model(0, foreign=name == "transformers")
+    return IN_THIS_PROCESS[name](model, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode)
 
 
 @pytest.fixture
@@ -352,9 +379,10 @@ def elsewhere() -> None:
 async def bench(request: pytest.FixtureRequest, one_thread: None, settings: ServiceSettings) -> AsyncIterator[Bench]:
     """Yield the bench of this run's engine, which is started and serves version 0."""
     if OWN == "embedded":
-        engine = embedded(peaked_model(0))
+        name = getattr(request, "param", OWN)
+        engine = in_this_process(name)
         await engine.start()
-        yield Bench(engine)
+        yield Bench(engine, foreign=name == "transformers")
         await engine.close()
         return
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("mode") == "swap":

@@ -12,6 +12,7 @@ K = experts of a token, C = token capacity of a row, W = tokens to write.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,6 +31,7 @@ from penstock.services.rollout.engines.embedded.parts import Part, next_pass, to
 from penstock.services.rollout.engines.embedded.prefixes import shared_from
 from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
+from penstock.shared.config.rollout import ANY_MODEL
 from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.models.architecture import Plan, plan_of
 from penstock.shared.models.decoder import decode, rope_at, selected_logits
@@ -37,7 +39,7 @@ from penstock.shared.models.experts import Recorder
 from penstock.shared.models.packed import pack
 from penstock.shared.protocol.generation import Likely, Sample, Scores, Token
 
-__all__ = ["Batch", "Outcome", "RouteTable", "TornWeights"]
+__all__ = ["Batch", "Outcome", "RouteTable", "RowBatch", "TornWeights"]
 
 _FINISH: dict[int, Finish] = {1: "stop", 2: "length"}
 _BYTES_PER_CHARACTER = 4
@@ -67,11 +69,10 @@ class Outcome:
     torn: bool = False
 
 
-class Batch:
-    """Running completions of one model.
+class RowBatch(ABC):
+    """Running completions of one model, each of which gets a token per step. Subclasses compute logits and keep caches.
 
     Args:
-        record_routes: record the experts of every token of a mixture-of-experts model in ``Sample.experts``.
         on_tokens: receives the new tokens of streamed completions, except those that end a completion.
     """
 
@@ -80,29 +81,14 @@ class Batch:
         model: PreTrainedModel,
         *,
         max_running: int,
-        max_length: int,
         detokenize: Callable[[list[int]], str],
         version: int,
         weights: str = "",
-        record_routes: bool = False,
         on_tokens: OnTokens = lambda tokens: None,
     ) -> None:
-        plan = plan_of(model)
-        if plan is None:
-            raise ConfigError(
-                "the embedded engine decodes Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral models with full attention, "
-                f"not this {type(model).__name__}"
-            )
-        self._model, self._plan, self._detokenize, self._on_tokens = model, plan, detokenize, on_tokens
+        self._model, self._detokenize, self._on_tokens = model, detokenize, on_tokens
         self._device = model.device
         self._rows = Rows(max_running, self._device)
-        self._cache = KVCache(plan, rows=max_running, max_length=max_length)
-        self._held = HeldSequences(max_running)
-        self._routes = RouteTable(plan, max_running, self._device) if record_routes else None
-        self._grouping = Grouping(ATTEND_TOGETHER if self._device.type == "cpu" else max_running)
-        self._position_L = torch.arange(max_length, device=self._device)
-        self._rope = rope_at(plan, self._position_L[:0])
-        self._fresh = 0
         self._version, self._weights = version, weights
         self.guard: Callable[[], bool] | None = None
 
@@ -111,39 +97,18 @@ class Batch:
         """Number of completions in the batch."""
         return self._rows.count
 
-    @property
-    def cache_bytes(self) -> int:
-        """Memory of the keys and values of all rows and shared prefixes."""
-        return self._cache.num_bytes
-
+    @abstractmethod
     def admit(self, completions: Sequence[Completion], following: Completion | None = None) -> None:
         """Add completions; the next step computes their prompts.
 
         Args:
             following: the next completion that will be admitted, if one waits: it may have the same prompt.
         """
-        found = [(c, self._held.take(c.session, c.prompt_ids) if c.session else None) for c in completions]
-        ordered = sorted(found, key=lambda one: one[1] is None)  # cached prefixes adjacent: they share a part
-        if self._routes is not None:
-            self._routes.add(self.count, self.count + len(completions))
-        else:
-            new = [completion for completion, held in ordered if held is None]
-            self._cache.prefixes.join(new, following, at_least=shared_from(self._device))
-        prefixes = [self._cache.prefixes.of(completion) for completion, _ in ordered]
-        shared = [0 if prefix is None else len(prefix) for prefix in prefixes]
-        longest = [len(c.prompt_ids) - c.num_begun + c.sampling.max_new_tokens for c, _ in ordered]
-        self._reserve(max(longest), max(length - num for length, num in zip(longest, shared, strict=True)))
-        for row, (completion, held) in enumerate(ordered, start=self.count):
-            if held is not None:
-                self._cache.restore(row, held.keys, held.values)
-                completion.num_cached = len(held.token_ids)
-        self._rows.add([completion for completion, _ in ordered], self._version, self._weights, shared)
 
     @torch.inference_mode()
     def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
         """Decode up to ``max_steps`` tokens per row; returns early if a row ends or ``interrupted()`` is True."""
         outcome = Outcome()
-        self._cache.prefixes.free_unused()
         for _ in range(max_steps):
             if not self.count or outcome.finished or outcome.torn or interrupted():
                 break
@@ -196,62 +161,29 @@ class Batch:
         for completion, num_output in zip(self._rows.completions, self._rows.num_outputs(), strict=True):
             completion.adopt(version, weights, num_output - completion.num_begun)
         self._version, self._weights = version, weights
-        if not self._rows.finite:
-            self._cache.zero()
         self.drop_cache()
 
+    @abstractmethod
     def drop_cache(self) -> None:
-        """Mark every row and shared prefix as stale, so that the next step recomputes it from its tokens, and drop held
-        prefixes."""
-        self._fresh = 0
-        self._cache.prefixes.drop()
-        self._held.clear()
-        for completion in self._rows.completions:
-            completion.num_cached = 0
+        """Drop every cached key and value, so that the next step recomputes each row from its tokens."""
 
+    @abstractmethod
     def release(self) -> None:
         """Release the cache memory; the batch must be empty."""
-        assert not self.count, "release needs an empty batch"
-        self._held.clear()
-        self._cache.release()
 
+    @abstractmethod
     def close(self) -> None:
         """Release the caches, and drop the guard, which refers to the weight slot. No call may follow."""
-        self.guard = None
-        self._held.clear()
-        self._cache.release()
 
-    # -- one step ----------------------------------------------------------------------------------------------------
-
+    @abstractmethod
     def _step(self, outcome: Outcome) -> None:
-        lengths = self._rows.own_lengths(self._fresh)
-        order = self._grouping.order(lengths)
-        if order is not None:
-            self._arrange(order)
-            lengths = [lengths[row] for row in order]
-        groups = joined(groups_of(lengths, self._grouping.size))
-        parts = next_pass(self._rows, self._cache, self._fresh, groups)
-        code_R = self._advance(parts)
-        self._computed(parts)
-        outcome.tokens += len(code_R)
-        self._finish(code_R, outcome)
+        """Decode one token of the rows that are ready, and record it in ``outcome``."""
 
-    def _computed(self, parts: Sequence[Part]) -> None:
-        """Mark as fresh the rows that a pass completed; for other rows, and for shared prefixes, record how many tokens
-        are in the cache."""
-        for part in parts:
-            if part.prefix is not None:
-                part.prefix.num_cached = part.num_cached
-                continue
-            for completion in self._rows.completions[max(part.start, self._fresh) : part.stop]:
-                completion.num_cached = part.num_cached
-            if not part.num_cached:
-                self._fresh = part.stop
-
-    def _advance(self, parts: Sequence[Part]) -> Tensor:
-        """Sample the next tokens of the first R rows, which the pass completes; return the codes of ``Rows.append``."""
+    def _advance(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Sample the next tokens of the first R rows, whose logits [R, V] ``compute`` returns; return the codes of
+        ``Rows.append``."""
         self._check_weights()
-        logits_RV = self._logits(parts)
+        logits_RV = compute()
         how = self._rows.draws(0, len(logits_RV), logits_RV.shape[-1])
         token_R, logprob_R = draw(logits_RV, how)
         num_top = self._rows.num_top()
@@ -264,23 +196,6 @@ class Batch:
     def _check_weights(self) -> None:
         if self.guard is not None and not self.guard():
             raise TornWeights("the memory of the served weights was overwritten")
-
-    def _logits(self, parts: Sequence[Part]) -> Tensor:
-        """Run one forward pass; returns the logits after the last token of each row of ``parts``. Fills the cache."""
-        token_T = torch.cat([part.token_T for part in parts])
-        rope = self._rope_of(torch.cat([part.position_T for part in parts]))
-        sizes = [part.num_tokens for part in parts]
-        recorder = Recorder() if self._routes is not None else None
-        hidden_TD = decode(self._plan, token_T, rope, together(parts), recorder)
-        if self._routes is not None and recorder is not None:
-            for part, table_TNK in zip(parts, torch.split(recorder.table(), sizes), strict=True):
-                self._routes.write(part.row_W, part.position_W, part.written(table_TNK))
-        firsts = accumulate(sizes, initial=0)
-        last_R = torch.cat([first + part.last_R for first, part in zip(firsts, parts, strict=False)])
-        logits_RV: Tensor = self._plan.head(hidden_TD[last_R])
-        return logits_RV
-
-    # -- rows come and go --------------------------------------------------------------------------------------------
 
     def _finish(self, code_R: Tensor, outcome: Outcome) -> None:
         """Pass on the new tokens of rows that continue, and remove the rows that ended.
@@ -314,6 +229,158 @@ class Batch:
         reach = _BYTES_PER_CHARACTER * max(map(len, stop_strings)) + 1
         text = self._detokenize(self._rows.tail(row, min(num_output, reach)))
         return any(stop in text for stop in stop_strings)
+
+    def _end(self, row: int, finish: Finish) -> Finished:
+        """Build the result of a row, which stays in the batch until ``_drop``."""
+        return self._rows.take(row, finish)
+
+    def _take(self, row: int, finish: Finish) -> Finished:
+        """Build the result of a row that ended by itself; see ``_end``."""
+        return self._end(row, finish)
+
+    @abstractmethod
+    def _drop(self, rows: Sequence[int]) -> None:
+        """Remove rows."""
+
+
+class Batch(RowBatch):
+    """Completions that the functional decoder computes together, with their keys and values in static tensors.
+
+    Args:
+        record_routes: record the experts of every token of a mixture-of-experts model in ``Sample.experts``.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_running: int,
+        max_length: int,
+        detokenize: Callable[[list[int]], str],
+        version: int,
+        weights: str = "",
+        record_routes: bool = False,
+        on_tokens: OnTokens = lambda tokens: None,
+    ) -> None:
+        plan = plan_of(model)
+        if plan is None:
+            raise ConfigError(
+                "the embedded engine decodes Llama, Qwen2, Qwen3, Qwen3-MoE and Mixtral models with full attention, "
+                f"not this {type(model).__name__}: {ANY_MODEL}"
+            )
+        super().__init__(
+            model, max_running=max_running, detokenize=detokenize, version=version, weights=weights,
+            on_tokens=on_tokens,
+        )  # fmt: skip
+        self._plan = plan
+        self._cache = KVCache(plan, rows=max_running, max_length=max_length)
+        self._held = HeldSequences(max_running)
+        self._routes = RouteTable(plan, max_running, self._device) if record_routes else None
+        self._grouping = Grouping(ATTEND_TOGETHER if self._device.type == "cpu" else max_running)
+        self._position_L = torch.arange(max_length, device=self._device)
+        self._rope = rope_at(plan, self._position_L[:0])
+        self._fresh = 0
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the keys and values of all rows and shared prefixes."""
+        return self._cache.num_bytes
+
+    def admit(self, completions: Sequence[Completion], following: Completion | None = None) -> None:
+        """Add completions; see ``RowBatch``. They share the keys and values of equal prompts."""
+        found = [(c, self._held.take(c.session, c.prompt_ids) if c.session else None) for c in completions]
+        ordered = sorted(found, key=lambda one: one[1] is None)  # cached prefixes adjacent: they share a part
+        if self._routes is not None:
+            self._routes.add(self.count, self.count + len(completions))
+        else:
+            new = [completion for completion, held in ordered if held is None]
+            self._cache.prefixes.join(new, following, at_least=shared_from(self._device))
+        prefixes = [self._cache.prefixes.of(completion) for completion, _ in ordered]
+        shared = [0 if prefix is None else len(prefix) for prefix in prefixes]
+        longest = [len(c.prompt_ids) - c.num_begun + c.sampling.max_new_tokens for c, _ in ordered]
+        self._reserve(max(longest), max(length - num for length, num in zip(longest, shared, strict=True)))
+        for row, (completion, held) in enumerate(ordered, start=self.count):
+            if held is not None:
+                self._cache.restore(row, held.keys, held.values)
+                completion.num_cached = len(held.token_ids)
+        self._rows.add([completion for completion, _ in ordered], self._version, self._weights, shared)
+
+    @torch.inference_mode()
+    def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
+        """Decode up to ``max_steps`` tokens per row; see ``RowBatch``."""
+        self._cache.prefixes.free_unused()
+        return super().run(max_steps, interrupted)
+
+    def adopt(self, version: int, weights: str = "") -> None:
+        """Label all further tokens and drop the caches; see ``RowBatch``."""
+        if not self._rows.finite:
+            self._cache.zero()
+        super().adopt(version, weights)
+
+    def drop_cache(self) -> None:
+        """Mark every row and shared prefix as stale, so that the next step recomputes it from its tokens, and drop held
+        prefixes."""
+        self._fresh = 0
+        self._cache.prefixes.drop()
+        self._held.clear()
+        for completion in self._rows.completions:
+            completion.num_cached = 0
+
+    def release(self) -> None:
+        """Release the cache memory; see ``RowBatch``."""
+        assert not self.count, "release needs an empty batch"
+        self._held.clear()
+        self._cache.release()
+
+    def close(self) -> None:
+        """Release the caches and drop the guard; see ``RowBatch``."""
+        self.guard = None
+        self._held.clear()
+        self._cache.release()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self, outcome: Outcome) -> None:
+        lengths = self._rows.own_lengths(self._fresh)
+        order = self._grouping.order(lengths)
+        if order is not None:
+            self._arrange(order)
+            lengths = [lengths[row] for row in order]
+        groups = joined(groups_of(lengths, self._grouping.size))
+        parts = next_pass(self._rows, self._cache, self._fresh, groups)
+        code_R = self._advance(lambda: self._logits(parts))
+        self._computed(parts)
+        outcome.tokens += len(code_R)
+        self._finish(code_R, outcome)
+
+    def _computed(self, parts: Sequence[Part]) -> None:
+        """Mark as fresh the rows that a pass completed; for other rows, and for shared prefixes, record how many tokens
+        are in the cache."""
+        for part in parts:
+            if part.prefix is not None:
+                part.prefix.num_cached = part.num_cached
+                continue
+            for completion in self._rows.completions[max(part.start, self._fresh) : part.stop]:
+                completion.num_cached = part.num_cached
+            if not part.num_cached:
+                self._fresh = part.stop
+
+    def _logits(self, parts: Sequence[Part]) -> Tensor:
+        """Run one forward pass; returns the logits after the last token of each row of ``parts``. Fills the cache."""
+        token_T = torch.cat([part.token_T for part in parts])
+        rope = self._rope_of(torch.cat([part.position_T for part in parts]))
+        sizes = [part.num_tokens for part in parts]
+        recorder = Recorder() if self._routes is not None else None
+        hidden_TD = decode(self._plan, token_T, rope, together(parts), recorder)
+        if self._routes is not None and recorder is not None:
+            for part, table_TNK in zip(parts, torch.split(recorder.table(), sizes), strict=True):
+                self._routes.write(part.row_W, part.position_W, part.written(table_TNK))
+        firsts = accumulate(sizes, initial=0)
+        last_R = torch.cat([first + part.last_R for first, part in zip(firsts, parts, strict=False)])
+        logits_RV: Tensor = self._plan.head(hidden_TD[last_R])
+        return logits_RV
+
+    # -- rows come and go --------------------------------------------------------------------------------------------
 
     def _end(self, row: int, finish: Finish) -> Finished:
         ended = self._rows.take(row, finish)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from msgspec.structs import replace
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.constraint import Grammars
-from penstock.services.rollout.engines.embedded.batch import Batch, Outcome, TornWeights
+from penstock.services.rollout.engines.embedded.batch import Batch, Outcome, RowBatch, TornWeights
 from penstock.services.rollout.engines.requests import Requests, check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights, WeightUpdate, drop, lent
 from penstock.services.rollout.held_weights import HeldWeights
@@ -23,6 +23,7 @@ from penstock.shared.config.rollout import EmbeddedConfig
 from penstock.shared.errors import Conflict, Unavailable, WeightsError
 from penstock.shared.models.lora import adapter_parameters, base_parameters
 from penstock.shared.protocol.generation import (
+    Caps,
     Constraint,
     GenRequest,
     GenResult,
@@ -49,7 +50,11 @@ class EmbeddedEngine:
     a token boundary. ``_interrupt`` ends a running decode call at the next token boundary.
     """
 
-    caps = EmbeddedConfig.caps
+    title: ClassVar[str] = "the embedded engine"
+    """Name of the engine, for messages."""
+    caps: Caps = EmbeddedConfig.caps
+    batch_type: ClassVar[Callable[..., RowBatch]] = Batch
+    """Class of the batch; it gets the arguments of ``Batch``."""
 
     def __init__(
         self,
@@ -69,7 +74,8 @@ class EmbeddedEngine:
         self._max_running = max_running
         self.max_length = max_length or model.config.max_position_embeddings
         self.stop_ids = tuple(sorted(stop_ids))
-        self._batch = Batch(
+        self._vocab_size = model.get_output_embeddings().weight.shape[0]
+        self._batch = self.batch_type(
             model, max_running=max_running, max_length=self.max_length, detokenize=detokenize, version=version,
             weights=short_digest(digest), record_routes=record_routes, on_tokens=self._on_tokens,
         )  # fmt: skip
@@ -155,7 +161,7 @@ class EmbeddedEngine:
         self._requests.fail(self._unavailable)
 
     def _unavailable(self) -> Unavailable:
-        return Unavailable(f"the embedded engine cannot serve: {self._failure}")
+        return Unavailable(f"{self.title} cannot serve: {self._failure}")
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -165,7 +171,7 @@ class EmbeddedEngine:
         """Complete a prompt; see ``Engine.generate``."""
         matchers = await self._grammars.matchers(request)
         self._check_ready()
-        check_request(request, vocab_size=self._model.config.vocab_size, max_length=self.max_length)
+        check_request(request, vocab_size=self._vocab_size, max_length=self.max_length)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
         serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token, on_start, matchers)
@@ -187,7 +193,7 @@ class EmbeddedEngine:
     ) -> Scores:
         """Score a text; see ``Engine.score``."""
         self._check_ready()
-        check_text(token_ids, vocab_size=self._model.config.vocab_size, max_length=self.max_length)
+        check_text(token_ids, vocab_size=self._vocab_size, max_length=self.max_length)
         await self._until(lambda: self._failure is not None or (self._frozen_at is None and self._paused is None))
         self._check_ready()
 

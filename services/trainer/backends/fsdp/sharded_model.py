@@ -9,6 +9,7 @@ are modules without a computation of their own: each calls the function passed t
     block   one decoder block              around the block, with activation checkpointing inside
 
 A second model that shares parameters with the first is sharded together with it: its blocks are in the same units.
+A model that the functional decoder does not know is one unit, whole in memory during its own forward and backward pass.
 
 Shape legend: T = tokens, D = model width.
 """
@@ -36,7 +37,7 @@ from transformers import PreTrainedModel
 
 from penstock.services.trainer.ranks.row_shards import gathered, local_part
 from penstock.shared.errors import ConfigError
-from penstock.shared.models.architecture import Plan, plan_of, run_blocks_by
+from penstock.shared.models.architecture import plan_of, run_blocks_by
 
 __all__ = ["ShardedModel", "Sharding"]
 
@@ -87,25 +88,30 @@ class ShardedModel:
         twin: a model of the same architecture that shares some of the parameters; also sharded.
 
     Raises:
-        ConfigError: the functional decoder does not know this architecture.
+        ConfigError: blocks should be recomputed, and the functional decoder does not know this architecture.
     """
 
     def __init__(self, model: PreTrainedModel, sharding: Sharding, *, twin: PreTrainedModel | None = None) -> None:
         self.model, self._sharding = model, sharding
         models = (model,) if twin is None else (model, twin)
-        plans = [_plan(each) for each in models]
+        plans = {each: plan for each in models if (plan := plan_of(each)) is not None}
+        if not plans and sharding.checkpointing:
+            raise ConfigError(
+                "backend.activation_checkpointing: fsdp recomputes the blocks of Llama, Qwen and Mixtral models, not "
+                f"of {type(model).__name__}: leave it out"
+            )
         owners: dict[int, int] = {}
-        for index, block in enumerate(model.base_model.layers):
+        for index, block in enumerate(model.base_model.layers if plans else ()):
             owners |= dict.fromkeys(map(id, block.parameters()), index)
         owner_of = {name: owners.get(id(param)) for name, param in model.named_parameters()}
-        blocks = zip(*(each.base_model.layers for each in models), strict=True)
+        blocks = zip(*(each.base_model.layers for each in plans), strict=True)
         self._blocks = [_Unit(*block, checkpointing=sharding.checkpointing) for block in blocks]
-        around = [part for plan in plans for part in (plan.embedding, plan.final_norm.module, plan.head)]
-        self._root = _Unit(*around, *self._blocks)
+        around = [part for plan in plans.values() for part in (plan.embedding, plan.final_norm.module, plan.head)]
+        self._root = _Unit(*(around or [model]), *self._blocks)
         self._units = {name: self._root if i is None else self._blocks[i] for name, i in owner_of.items()}
         for unit in (*self._blocks, self._root):
             self._cut(unit, None if unit is self._root else sharding.reshard_after_forward)
-        for each in models:
+        for each in plans:
             each.base_model.rotary_emb.to(sharding.mesh.device_type)  # in no unit: computed from positions
             run_blocks_by(each, lambda index, block, x_TD: self._blocks[index](block, x_TD))
         with torch.no_grad():
@@ -162,16 +168,6 @@ class ShardedModel:
         )
         _fsdp(unit).set_gradient_divide_factor(1.0)  # sums: losses are already divided by the size of the whole batch
         _fsdp(unit).set_force_sum_reduction_for_comms(True)  # gloo supports only sums
-
-
-def _plan(model: PreTrainedModel) -> Plan:
-    plan = plan_of(model)
-    if plan is None:
-        raise ConfigError(
-            f"backend.type fsdp cuts models of the Llama, Qwen and Mixtral families, not {type(model).__name__}: use "
-            "'local'"
-        )
-    return plan
 
 
 def _fsdp(unit: nn.Module) -> FSDPModule:

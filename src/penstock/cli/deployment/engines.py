@@ -47,7 +47,7 @@ def install(
 def list_engines(*, as_json: Json = False) -> None:
     """List the engines, and the interpreter that runs each."""
     directory = load_settings().engines_dir
-    rows = [("embedded", sys.executable, "")]
+    rows = [(name, sys.executable, "") for name in ("embedded", "transformers")]
     for name in ENVIRONMENTS:
         problem = engine_problem(name, directory)
         rows.append((name, "" if problem else str(engine_python(name, directory)), problem))
