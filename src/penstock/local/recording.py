@@ -120,8 +120,8 @@ def record(
         ConfigError: the simulator cannot be created, or the expert or the noise does not fit it.
         DataError: no episode is left, or the simulator lost one.
     """
-    num_envs = max(1, min(MOST_ENVS, len(reset_ids)))
-    simulator = open_simulator(msgspec.structs.replace(request, num_envs=num_envs), sims_dir)
+    request = msgspec.structs.replace(request, num_envs=max(1, min(MOST_ENVS, len(reset_ids))))
+    simulator = open_simulator(request, sims_dir)
     try:
         spec, found = simulator.spec, list[_Recorded]()
         player = _Player(simulator, expert_of and expert_of(spec), horizon=horizon, noise=noise, hold=hold)
