@@ -120,8 +120,8 @@ def record(
         ConfigError: the simulator cannot be created, or the expert or the noise does not fit it.
         DataError: no episode is left, or the simulator lost one.
     """
-    request = msgspec.structs.replace(request, num_envs=max(1, min(MOST_ENVS, len(reset_ids))))
-    simulator = open_simulator(request, sims_dir)
+    num_envs = max(1, min(MOST_ENVS, len(reset_ids)))
+    simulator = open_simulator(msgspec.structs.replace(request, num_envs=num_envs), sims_dir)
     try:
         spec, found = simulator.spec, list[_Recorded]()
         player = _Player(simulator, expert_of and expert_of(spec), horizon=horizon, noise=noise, hold=hold)
@@ -135,6 +135,7 @@ def record(
     if not kept:
         raise DataError(f"none of {len(found)} episodes in '{spec.env_id}' ({spec.backend}) solved the task")
     names = [name for name in spec.observations if name != EXPERT_ACTION]
+    action = ActionSpace(num_actions=spec.num_actions, low=spec.action_low, high=spec.action_high)
     return Demonstrations(
         observations={name: np.stack([seen[name] for one in kept for seen in one.observations]) for name in names},
         actions=np.stack([action for one in kept for action in one.actions]),
@@ -146,9 +147,7 @@ def record(
         about={
             "task": spec.env_id, "backend": spec.backend, "versions": spec.versions, "horizon": horizon,
             "source": source, "noise": noise, "hold": hold, "played": len(found), "first_reset_id": int(reset_ids[0]),
-            "action": msgspec.to_builtins(
-                ActionSpace(num_actions=spec.num_actions, low=spec.action_low, high=spec.action_high)
-            ),
+            "action": msgspec.to_builtins(action),
         },
     )  # fmt: skip
 
