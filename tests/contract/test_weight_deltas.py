@@ -38,6 +38,7 @@ from penstock.shared.weights import digest_of_tensors, open_receiver, tcp
 torch.set_num_threads(1)
 tcp.BUCKET_BYTES = int(sys.argv[1])
 receivers, serving = {}, {}
+print("ready", flush=True)
 for line in sys.stdin:
     directory, data = json.loads(line)
     if directory not in receivers:
@@ -126,6 +127,8 @@ class Plane:
 def receiver() -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", RECEIVER, str(BUCKET)]
     with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
         yield process
         process.kill()
 
