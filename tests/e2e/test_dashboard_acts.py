@@ -208,8 +208,12 @@ def test_a_running_job_is_changed(stack: Any, page: Page, enter: Any, running: s
         "optimizer": before["optimizer"] | {"learning_rate": 0.00025}, "metadata": {"owner": "ana", "project": "house"},
     }  # fmt: skip
     stack.until(lambda: stack.client.get(running).spec == expected, "the new job file")
-    measured = lambda: stack.client.metrics(running, names="optimizer/lr")["series"].get("optimizer/lr")  # noqa: E731
-    stack.until(lambda: (measured() or [0.0])[-1] == pytest.approx(0.00025), "an update at the new rate")
+
+    def rates() -> list[float]:
+        found: dict[str, list[float]] = stack.client.metrics(running, names="optimizer/lr")["series"]
+        return found.get("optimizer/lr", [])
+
+    stack.until(lambda: rates()[-1:] == [pytest.approx(0.00025)], "an update at the new rate")
 
 
 def test_workers_are_scaled_and_dialogs_of_a_job_are_left(stack: Any, page: Page, enter: Any, running: str) -> None:

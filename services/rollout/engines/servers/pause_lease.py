@@ -82,9 +82,11 @@ class PauseLease:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=self._inherited,
             start_new_session=True,
         )  # fmt: skip
-        with self._watchdog.stdout as ready:  # type: ignore[union-attr]
+        assert self._watchdog.stdout is not None
+        with self._watchdog.stdout as ready:
             if not select.select([ready], [], [], _CALL_S)[0] or not ready.read(1):
                 self._watchdog.kill()
+                self._watchdog.wait()
                 raise OSError(f"the watchdog of the server at {self._url} did not start within {_CALL_S:g} s")
 
     def _tell(self, state: bytes) -> None:
