@@ -65,6 +65,8 @@ BROKEN_TRIES = 3
 """Number of crashes of a job's leader, caused by unexpected errors, after which the job is marked failed."""
 WOKEN_AT_ONCE = 16
 """Number of job leaders that are woken per turn of the event loop after workers joined or changed their readiness."""
+HEARD_AFTER = 1.5
+"""Number of heartbeat intervals after which a new coordinator knows every worker."""
 SOUND_S = 300.0
 """A leader that ran for this long (seconds) resets the count of crashes."""
 
@@ -77,6 +79,7 @@ class CoordinatorService:
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self.bus, self.settings = bus, settings
         self.members = Members()
+        self._expect_members()
         self.store = JobStore(bus)
         self.runners: dict[str, Leader] = {}
         self.feedback = FeedbackService(
@@ -139,6 +142,10 @@ class CoordinatorService:
         if not self._server.should_exit:
             raise ConfigError(f"cannot serve HTTP on {self.settings.http_host}:{self.settings.http_port}")
 
+    def _expect_members(self) -> None:
+        """Let submissions wait until every worker has had the time for a heartbeat."""
+        self.members.complete_at = time.monotonic() + HEARD_AFTER * self.settings.heartbeat_s
+
     async def _hear_heartbeats(self) -> None:
         def hear(subject: str, data: bytes) -> None:
             try:
@@ -150,6 +157,7 @@ class CoordinatorService:
                 self._workers_changed.set()
 
         await self.bus.subscribe(subjects.HEARTBEATS, hear)
+        self._expect_members()
         while True:
             await self._workers_changed.wait()
             self._workers_changed.clear()

@@ -135,6 +135,7 @@ class Submissions:
 
     async def _plan(self, spec: AnyJob) -> dict[str, Any]:
         await asyncio.to_thread(check_uploaded, spec, self._settings.data_dir)
+        await asyncio.sleep(self._members.complete_at - time.monotonic())
         if isinstance(spec, AnyTraining):
             await reserve_ledger(self._bus)
         atomic = (await self._bus.stream_state(subjects.EXPERIENCE)).atomic

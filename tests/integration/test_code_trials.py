@@ -14,12 +14,13 @@ from pydantic import BaseModel
 
 from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.service import CoordinatorService
 from penstock.services.coordinator.user_code import ROLLOUT_KEYS, CodeTrials
 from penstock.services.env.service import EnvService
 from penstock.services.env.tools.trial import example_of
 from penstock.services.rollout import trial
 from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
-from penstock.shared.config.jobs.kinds import KINDS, parse_job
+from penstock.shared.config.jobs.kinds import KINDS, AnyJob, parse_job
 from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.config.rollout import ClassConfig
 from penstock.shared.config.service import ServiceSettings
@@ -27,6 +28,7 @@ from penstock.shared.config.tools import FunctionTool, MethodTool
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
 from penstock.shared.runtime.user_process import run_trial
 from penstock.shared.transport.bus import Bus
@@ -285,17 +287,41 @@ async def test_an_env_worker_tries_environments(bus: Bus, modules: Path) -> None
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_code_that_no_worker_can_try_is_a_warning(bus: Bus, tmp_path: Path) -> None:
-    section = tools("trial_functions:good")["environment"]
-    spec = parse_job(
+def job_with_code(**parts: Any) -> AnyJob:
+    """A job whose scorer is code of the user."""
+    return parse_job(
         {
             "name": "untried",
-            "model": {"config": {}, "tokenizer": "char"},
-            "data": {"train": {"type": "addition"}, "curriculum": "trial_orders:good"},
+            "model": {"config": {"hidden_size": 16}, "tokenizer": "char"},
+            "data": {"train": {"type": "addition"}},
             "reward": {"scorers": [{"type": "function", "path": "trial_functions:good"}]},
-            "environment": {**section, "max_turns": 2},
             "train": {"batch_size": 16, "max_updates": 1},
+            **parts,
         }
+    )
+
+
+async def test_a_dry_run_waits_until_a_new_coordinator_knows_the_workers(bus: Bus, tmp_path: Path) -> None:
+    """A worker that ran before sends its next heartbeat after the submission has arrived."""
+    settings = ServiceSettings(data_dir=tmp_path, heartbeat_s=0.5)
+    service = CoordinatorService(bus, settings)
+    assert service.members.complete_at > time.monotonic(), "before it listens, and from then on"
+    beat = Heartbeat(
+        service="reward", worker="reward-0", host="h", pid=1, started=0.0, interval_s=60.0, health_port=0,
+        ready=True, jobs={},
+    )  # fmt: skip
+    beating = asyncio.get_running_loop().call_later(0.2, service.members.on_heartbeat, beat, time.monotonic() + 0.2)
+    plan = await service.services.submissions.dry_run(job_with_code())
+    assert beating.when() < asyncio.get_running_loop().time()
+    (warning,) = [text for text in plan["warnings"] if "not tried" in text]
+    assert "no reward worker runs here" not in warning
+
+
+async def test_code_that_no_worker_can_try_is_a_warning(bus: Bus, tmp_path: Path) -> None:
+    section = tools("trial_functions:good")["environment"]
+    spec = job_with_code(
+        data={"train": {"type": "addition"}, "curriculum": "trial_orders:good"},
+        environment={**section, "max_turns": 2},
     )
     members, settings = Members(), ServiceSettings(data_dir=tmp_path)
     warnings = await CodeTrials(bus, GraderBench(bus, settings), members).run(spec)

@@ -81,9 +81,15 @@ def _silence(beat: Heartbeat) -> float:
 
 
 class Members:
-    """All known workers by (service, worker). Times are monotonic seconds, passed by the caller."""
+    """All known workers by (service, worker). Times are monotonic seconds, passed by the caller.
+
+    Attributes:
+        complete_at: time from which every living worker is known: before, one that was already running may not have
+            sent a heartbeat since this process began to listen.
+    """
 
     def __init__(self) -> None:
+        self.complete_at = 0.0
         self._members: dict[tuple[str, str], Member] = {}
         self._histories: dict[tuple[str, str], History] = {}
 
