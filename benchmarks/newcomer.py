@@ -101,7 +101,7 @@ def walk(way: Way, *, installed: bool) -> list[str]:
 def learn(way: Way, demo: str, url: str) -> list[str]:
     """The steps of the agent; which targets were missed."""
     folder, missed = str(way.directory / "agent-model"), []
-    begin = (f"model={{path: 'job:{demo}@initial'}}", "warm_start={steps: 0}", "optimizer.warmup_updates=10")
+    begin = (f"model={{path: 'job:{demo}@initial'}}", "warm_start={steps: 0}")
     words = [word for each in begin for word in ("--set", each)]
     way.penstock("`penstock submit examples/agent.yaml`", "submit", str(ROOT / "examples/agent.yaml"), *words)
     way.penstock("`penstock wait agent --for running`", "wait", "agent", "--for", "running", "--timeout", "120")

@@ -7,6 +7,7 @@ import asyncio
 import difflib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.store import JobStore
@@ -23,7 +24,10 @@ from penstock.shared.data.files import is_uploaded
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import ModelOrigin
 
-__all__ = ["Origins", "warnings_of"]
+__all__ = ["WARMUP_UPDATES", "Origins", "warnings_of"]
+
+WARMUP_UPDATES = 10
+"""Warm-up of the learning rate of a job that starts from a checkpoint of another job and sets none."""
 
 
 def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
@@ -41,8 +45,8 @@ def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
         found.append(
             f"optimizer.warmup_updates: 0: the optimizer begins anew, and its first updates move every weight of "
             f"{origin.model} by about the whole learning rate ({start.learning_rate:g}), however small its gradient: "
-            "set it to 10 or so, lower optimizer.learning_rate, or go on with the job's own optimizer: penstock extend "
-            f"{origin.name}"
+            f"leave it out for a warm-up of {WARMUP_UPDATES} updates, lower optimizer.learning_rate, or go on with the "
+            f"job's own optimizer: penstock extend {origin.name}"
         )
     return found
 
@@ -63,7 +67,8 @@ class Origins:
         the checkpoint's origin.
 
         Without such a reference the origin is None. The id of an uploaded model or tokenizer is replaced by its
-        directory. A deployment takes the settings that it leaves unset from the job that wrote the checkpoint.
+        directory. A deployment takes the settings that it leaves unset from the job that wrote the checkpoint. A job
+        that trains warms its new optimizer up, unless it sets ``optimizer.warmup_updates``.
 
         Raises:
             ConfigError: no such job, checkpoint or upload, or its files are gone; the text suggests a similar name.
@@ -78,7 +83,11 @@ class Origins:
             raise ConfigError(f"model.path: '{path[:200]}': {error}") from None
         if isinstance(spec, ServingJob):
             return spec.after(trained, origin.path), origin
-        return spec.model_copy(update={"model": spec.model.model_copy(update={"path": origin.path})}), origin
+        update: dict[str, Any] = {"model": spec.model.model_copy(update={"path": origin.path})}
+        if isinstance(spec, JobConfig) and "warmup_updates" not in spec.optimizer.model_fields_set:
+            warmup = min(WARMUP_UPDATES, (spec.train.max_updates or 2 * WARMUP_UPDATES) // 2)
+            update["optimizer"] = spec.optimizer.model_copy(update={"warmup_updates": warmup})
+        return spec.model_copy(update=update), origin
 
     def _with_uploaded_model(self, spec: AnyJob) -> AnyJob:
         if isinstance(spec, EmbodiedJob):

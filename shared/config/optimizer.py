@@ -32,6 +32,7 @@ class OptimizerConfig(StrictModel):
     schedule: Schedule = "constant"
     """Shape of the learning-rate decay after warmup, over max_updates."""
     warmup_updates: int = Field(0, ge=0)
-    """Updates of linear learning-rate warmup."""
+    """Updates of linear learning-rate warmup. A job that starts from a checkpoint of another job (`job:NAME@final`) and
+    leaves this out has 10, or half of its `max_updates` if that is less."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Final learning rate as a fraction of the peak."""

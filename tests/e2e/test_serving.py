@@ -108,7 +108,8 @@ def test_a_job_begins_with_a_checkpoint_by_name(stack: Any, trained: str, earlie
     model = {"path": f"job:served-from@step:{earlier}"}
     plan = stack.client.dry_run({**job_of(stack, trained), "model": model})
     assert (plan["origin"]["job"], plan["origin"]["number"]) == (trained, earlier)
-    assert [text.partition(":")[0] for text in plan["warnings"]] == ["optimizer.warmup_updates"]
+    assert plan["spec"]["optimizer"]["warmup_updates"] == job_of(stack, trained)["train"]["max_updates"] // 2
+    assert not plan["warnings"]
     record = stack.client.get(stack.submit("name=goes-on", "train.max_updates=1", model=model))
     assert record.origin is not None
     assert (record.origin.model, record.origin.job, record.origin.number) == (model["path"], trained, earlier)

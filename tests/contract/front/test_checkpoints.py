@@ -22,6 +22,7 @@ from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import BestCheckpoint, Checkpointed, Finished
+from penstock.shared.protocol.jobs import ModelOrigin
 
 WEIGHTS = bytes(range(256)) * 1000
 FILES = {"model.safetensors": WEIGHTS, "config.json": b"{}", "critic/model.safetensors": b"critic", "empty.bin": b""}
@@ -304,12 +305,6 @@ async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str],
     assert await resolved(f"job:{job['name']}@4") == await resolved(f"job:{job['name']}@step:4") == paths[4]
     assert await resolved(f"job:{name}@initial") == paths[0]
     assert await resolved("/models/tiny") == "/models/tiny"
-    fresh = JobConfig.parse({**job, "model": {"path": f"job:{name}@4"}, "warm_start": {"steps": 3}})
-    _, origin = await services.origins.resolve(fresh)
-    assert [text.partition(":")[0] for text in warnings_of(fresh, origin)] == ["warm_start", "optimizer.warmup_updates"]
-    assert not warnings_of(fresh, None)
-    gentle = {**job, "model": {"path": f"job:{name}@4"}, "optimizer": {"warmup_updates": 10}}
-    assert not warnings_of(JobConfig.parse(gentle), origin)
     wrong = {
         f"job:{name}@7": "the nearest is 8", f"job:{name}@final": "the latest one is 9", f"job:{name}@worst": "one of",
         f"job:{name}@{'9' * 5000}": "write job:NAME@final", f"job:{name}": "write job:NAME@final",
@@ -323,3 +318,28 @@ async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str],
         await resolved(f"job:{unknown}@0")
     with pytest.raises(NotFound, match="no final checkpoint"):
         await services.deployments.find(f"job:{name}@final")
+
+
+async def test_a_job_from_a_checkpoint_warms_its_optimizer_up(
+    submitted: tuple[Client, str], services: Services, job: Any
+) -> None:
+    async def resolved(**changes: Any) -> tuple[JobConfig, ModelOrigin | None]:
+        spec, origin = await services.origins.resolve(JobConfig.parse({**job, "model": {"path": model}, **changes}))
+        assert isinstance(spec, JobConfig)
+        return spec, origin
+
+    model = f"job:{submitted[1]}@4"
+    for updates, warmup in {100: 10, 20: 10, 8: 4, 1: 0}.items():
+        spec, origin = await resolved(train={**job["train"], "max_updates": updates})
+        assert spec.optimizer.warmup_updates == warmup
+        assert JobConfig.parse(spec.model_dump(mode="json", exclude_unset=True)).optimizer == spec.optimizer
+    spec, origin = await resolved(optimizer={"warmup_updates": 0}, warm_start={"steps": 3})
+    assert spec.optimizer.warmup_updates == 0
+    assert [text.partition(":")[0] for text in warnings_of(spec, origin)] == ["warm_start", "optimizer.warmup_updates"]
+    assert not warnings_of(spec, None)
+    spec, origin = await resolved(optimizer={"learning_rate": 1e-3}, train={"max_updates": 30, "batch_size": 2})
+    assert (spec.optimizer.learning_rate, spec.optimizer.warmup_updates) == (1e-3, 10)
+    assert not warnings_of(spec, origin)
+    model = "/models/tiny"
+    spec, origin = await resolved()
+    assert (spec.optimizer.warmup_updates, origin) == (0, None)
