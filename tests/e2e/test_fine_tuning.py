@@ -52,7 +52,7 @@ def test_a_job_trains_with_a_grader_on_an_uploaded_file(stack: Any) -> None:
         assert answer.status_code == 200, answer.text
         (deployed,) = [one for one in stack.client.list(kind="serving") if one.origin and one.origin.job == job]
         assert (deployed.origin.number, answer.json()["model"]) == (4, f"{deployed.name}@0")
-        assert answer.json()["choices"][0]["message"]["content"]
+        assert answer.json()["usage"]["completion_tokens"] >= 1  # a sampled text may be empty: it may end at once
         stack.client.cancel(deployed.id)
         stack.finish(deployed.id)
         newest = http.get(f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]

@@ -93,8 +93,8 @@ def ended(deployment: Any) -> str:
 
 @pytest.fixture(scope="module")
 def models(deployment: Any, ended: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with Hugging Face models: the policy of the small job, and a reward model with its weights."""
-    from transformers import AutoModelForSequenceClassification
+    """Folder with Hugging Face models: the policy of the small job, a reward model with its weights, and a GPT-2."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path_factory.mktemp("models")
     done = deployment.cli("export", f"{ended}@best", "--to", str(folder / "policy"))
@@ -106,6 +106,11 @@ def models(deployment: Any, ended: str, tmp_path_factory: pytest.TempPathFactory
     model.save_pretrained(folder / "reward")
     for name in ("Qwen3-0.6B", "qwen3-0.6b"):
         (folder / name).symlink_to(folder / "policy")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
+    ends = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    size = {"vocab_size": len(tokenizer), "n_positions": 256, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(**size, **ends)).save_pretrained(folder / "gpt2")
+    tokenizer.save_pretrained(folder / "gpt2")
     return folder
 
 

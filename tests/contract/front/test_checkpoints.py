@@ -337,7 +337,7 @@ async def test_a_job_from_a_checkpoint_warms_its_optimizer_up(
     assert spec.optimizer.warmup_updates == 0
     assert [text.partition(":")[0] for text in warnings_of(spec, origin)] == ["warm_start", "optimizer.warmup_updates"]
     assert not warnings_of(spec, None)
-    spec, origin = await resolved(optimizer={"learning_rate": 1e-3}, train={"max_updates": 30, "batch_size": 2})
+    spec, origin = await resolved(optimizer={"learning_rate": 1e-3}, train={**job["train"], "max_updates": 30})
     assert (spec.optimizer.learning_rate, spec.optimizer.warmup_updates) == (1e-3, 10)
     assert not warnings_of(spec, origin)
     model = "/models/tiny"
