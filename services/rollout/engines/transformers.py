@@ -25,8 +25,9 @@ from penstock.shared.errors import ConfigError
 
 __all__ = ["ModuleBatch", "TransformersEngine", "longest_text"]
 
-_CACHE_NAMES = ("past_key_values", "cache_params")
-"""Names under which a forward pass accepts and returns its cache: of attention, and of state-space models."""
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names under which a forward pass accepts and returns its cache: since transformers 5.24, before it for attention, and
+before it for state-space models."""
 
 
 class ModuleBatch(RowBatch):
