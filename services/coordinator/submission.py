@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
@@ -39,7 +39,7 @@ from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.jobs.training_job import MAX_GROUP_BYTES
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rewards.reward import RewardConfig
-from penstock.shared.config.rollout import check_decoder
+from penstock.shared.config.rollout import AnyRollout, TransformersConfig, check_decoder, longest_exact
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
@@ -449,12 +449,23 @@ def _check_model(spec: TextJob | ServingJob, longest: int, where: str) -> list[s
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
         described = _described(file := folder / "config.json")
-        most = described.get("max_position_embeddings")
-        if isinstance(most, int) and longest >= most:
-            raise ConfigError(f"{where} {longest} leaves no room for a prompt: the model takes {most} tokens ({file})")
+        _check_length(spec.rollout, longest, where, described, file)
         check_decoder(spec.rollout, described, str(file))
         return _check_code(model, folder, described)
     return []
+
+
+def _check_length(rollout: AnyRollout, longest: int, where: str, described: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError if the model, or the engine's setting, leaves a completion of ``longest`` tokens no prompt."""
+    most = described.get("max_position_embeddings")
+    if isinstance(rollout, TransformersConfig):
+        most, wanted = longest_exact(described), rollout.max_length
+        if wanted is not None and most is not None and wanted > most:
+            raise ConfigError(f"rollout.max_length {wanted}: the model takes {most} tokens ({file})")
+        if wanted is not None and longest >= wanted:
+            raise ConfigError(f"{where} {longest} leaves no room for a prompt: rollout.max_length is {wanted}")
+    if isinstance(most, int) and longest >= most:
+        raise ConfigError(f"{where} {longest} leaves no room for a prompt: the model takes {most} tokens ({file})")
 
 
 def _described(file: Path) -> dict[str, Any]:

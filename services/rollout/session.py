@@ -26,7 +26,7 @@ from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.online.section import OnlineConfig
-from penstock.shared.config.rollout import EmbeddedConfig
+from penstock.shared.config.rollout import IN_PROCESS
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.errors import ConfigError, DataError, ProtocolError
@@ -227,7 +227,7 @@ class RolloutSession:
         except (ConfigError, DataError) as error:  # from the model or the engine; tasks raise exception groups
             self._asking.done("model")
             await self._report_unusable(error)
-            if not isinstance(self.config, JobConfig) or isinstance(self.config.rollout, EmbeddedConfig):
+            if not isinstance(self.config, JobConfig) or isinstance(self.config.rollout, IN_PROCESS):
                 raise
             await self._stand_by(f"that can open the engine; here: {error}")
 
@@ -351,7 +351,9 @@ class RolloutSession:
         assert self._engine is not None
         engine = self._engine
         paused = getattr(engine, "is_paused", False)  # a user's own engine may lack it
-        return engine.generated_tokens if engine.running and not paused else None
+        if paused or not engine.running:
+            return None
+        return getattr(engine, "progress", engine.generated_tokens)
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
         if self._is_measure(ticket):

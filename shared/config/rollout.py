@@ -17,6 +17,7 @@ __all__ = [
     "ENGINE_PACKAGES",
     "ENVIRONMENTS",
     "ENVIRONMENT_OF",
+    "IN_PROCESS",
     "ROPE_TYPES",
     "AnyRollout",
     "ClassConfig",
@@ -28,6 +29,7 @@ __all__ = [
     "VllmServerConfig",
     "check_decoder",
     "check_engine",
+    "longest_exact",
 ]
 
 ANY_MODEL = "rollout.engine: transformers runs any causal language model by its own forward pass, more slowly"
@@ -175,6 +177,8 @@ def _embedded_unless_named(data: Any) -> Any:
     return {"engine": "embedded", **data}
 
 
+IN_PROCESS = (EmbeddedConfig, TransformersConfig)
+"""Engines that every rollout worker has: they need no environment, and no server, of their own."""
 AnyRollout = EmbeddedConfig | TransformersConfig | VllmConfig | VllmServerConfig | SglangConfig | ClassConfig
 RolloutConfig = Annotated[AnyRollout, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)]
 
@@ -225,6 +229,24 @@ def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str)
     else:
         return
     raise ConfigError(f"model.path: {where} has {flaw}; {ANY_MODEL}")
+
+
+def longest_exact(described: Mapping[str, Any]) -> int | None:
+    """Return the maximum number of tokens of a text for which a model's log-probs are exact; None if its config.json,
+    ``described``, names no maximum.
+
+    Rotary embeddings of type `longrope` change the angles of all tokens once a text exceeds a length, and those of type
+    `dynamic` beyond ``max_position_embeddings``. The trainer reads whole texts, so beyond this length it would compute
+    other log-probs than an engine, which sampled most of the tokens when the text was shorter.
+    """
+    described = described.get("text_config") or described
+    rope = described.get("rope_parameters") or described.get("rope_scaling") or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each type of layer
+    named = [described.get("max_position_embeddings"), described.get("n_positions")]
+    for kind in kinds:
+        if kind.get("rope_type", kind.get("type")) == "longrope":
+            named += [source.get("original_max_position_embeddings") for source in (kind, described)]
+    return min((length for length in named if isinstance(length, int)), default=None)
 
 
 def _undecoded(kind: str, described: Mapping[str, Any]) -> str:

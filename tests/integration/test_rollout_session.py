@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from queue import Queue
 from typing import Any, ClassVar
 
 import pytest
+from torch import Tensor
 
 from penstock.services.env.service import EnvService
 from penstock.services.rollout import tickets
 from penstock.services.rollout.conversations.asking import Asking
+from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.transformers import ModuleBatch
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
@@ -361,6 +366,36 @@ async def test_no_other_model_is_built_while_a_users_own_engine_is_opened(bus: B
         await until(lambda: asyncio.sleep(0, "take a failure" in worker.session.status().get("waiting_for", "")))
         assert Guarded.alone == [True, True, True]
         assert not cannot_build()
+
+
+async def test_the_lease_of_a_ticket_outlasts_a_step_of_many_passes(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine `transformers` computes the rows of a step one after another, and no token counts until the last."""
+    held, go_on = Queue[int](), threading.Semaphore(0)
+    compute = ModuleBatch._next
+
+    def one_by_one(batch: ModuleBatch, row: int, completion: Completion) -> Tensor:
+        held.put(row)
+        assert go_on.acquire(timeout=60)
+        return compute(batch, row, completion)
+
+    monkeypatch.setattr(ModuleBatch, "_next", one_by_one)
+    async with working(bus, tmp_path, rollout={"engine": "transformers"}, evaluation={"samples": 3}) as worker:
+        await worker.ask(1)
+        seen = []
+        for _ in range(3):
+            await asyncio.to_thread(held.get, timeout=60)
+            seen.append(worker.session._progress())
+            go_on.release()
+        go_on.release(100)
+        worker.scores.set()
+        await until(lambda: has_groups(worker, 1))
+    assert seen == [0, 1, 2], "TicketTaker extends a lease if the number has changed"
+
+
+async def has_groups(worker: Worker, number: int) -> bool:
+    return len(await worker.groups()) == number
 
 
 class Taker:

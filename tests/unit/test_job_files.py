@@ -129,6 +129,39 @@ async def test_a_model_that_our_decoder_does_not_know_is_refused_with_the_way_ou
     assert "spec" in await plan_job(other, [], ServiceSettings(), stores_parts=True)
 
 
+@pytest.mark.parametrize(
+    ("described", "rollout", "flaw"),
+    [
+        ({"model_type": "gpt2", "n_positions": 32}, {}, "sampling.max_new_tokens 40 leaves no room for a prompt: the"),
+        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": 65}, "rollout.max_length 65: the model takes 64"),
+        ({"model_type": "bloom"}, {"max_length": 40}, "leaves no room for a prompt: rollout.max_length is 40"),
+        (
+            {
+                "model_type": "phi3", "max_position_embeddings": 128, "original_max_position_embeddings": 40,
+                "rope_parameters": {"rope_type": "longrope"},
+            },
+            {}, "the model takes 40 tokens",
+        ),
+        ({"model_type": "gemma3", "text_config": {"max_position_embeddings": 40}}, {}, "the model takes 40 tokens"),
+        ({"model_type": "bloom"}, {}, ""),
+        ({"model_type": "gpt2", "n_positions": 64}, {"max_length": 41}, ""),
+    ],
+)  # fmt: skip
+async def test_texts_too_long_for_any_model_are_refused_at_submission(
+    tmp_path: Path, described: dict[str, Any], rollout: dict[str, Any], flaw: str
+) -> None:
+    (tmp_path / "config.json").write_bytes(orjson.dumps(described))
+    rollout = {"engine": "transformers", **rollout}
+    changes = {"model": {"path": str(tmp_path)}, "rollout": rollout, "sampling": {"max_new_tokens": 40}}
+    spec = parse_job({**JOB, **changes})
+    if not flaw:
+        assert "spec" in await plan_job(spec, [], ServiceSettings(), stores_parts=True)
+        return
+    with pytest.raises(ConfigError) as refused:
+        await plan_job(spec, [], ServiceSettings(), stores_parts=True)
+    assert flaw in str(refused.value)
+
+
 def test_the_client_takes_the_path_of_a_file_as_text(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("name: a\n")

@@ -21,9 +21,9 @@ from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import (
     ENGINE_PACKAGES,
     ENVIRONMENT_OF,
+    IN_PROCESS,
     AnyRollout,
     ClassConfig,
-    EmbeddedConfig,
     RolloutConfig,
     SglangConfig,
     TransformersConfig,
@@ -73,7 +73,7 @@ def open_job_engine(
     Raises:
         ConfigError: as ``open_engine``.
     """
-    if not isinstance(config.rollout, EmbeddedConfig | TransformersConfig):
+    if not isinstance(config.rollout, IN_PROCESS):
         return _open_adapter(config, config.rollout, tokenizer, settings)
     return open_engine(
         config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.embedded.batch import OnTokens, Outcome, RowBatch
 from penstock.services.rollout.engines.embedded.engine import EmbeddedEngine
-from penstock.shared.config.rollout import TransformersConfig
+from penstock.shared.config.rollout import TransformersConfig, longest_exact
 from penstock.shared.errors import ConfigError
 
 __all__ = ["ModuleBatch", "TransformersEngine", "longest_text"]
@@ -93,6 +93,7 @@ class ModuleBatch(RowBatch):
         if self._cache_name:
             options |= {self._cache_name: cache, "use_cache": True}
         output = self._model(input_ids=torch.tensor([list(text)], device=self._device), **options)
+        self.passes += 1
         cache = getattr(output, self._cache_name, None) if self._cache_name else None
         if cache is not None:
             self._caches[completion] = cache
@@ -114,23 +115,15 @@ class TransformersEngine(EmbeddedEngine):
 
 
 def longest_text(model: PreTrainedModel, wanted: int | None) -> int:
-    """Return the maximum number of tokens of a text: ``wanted``, or the most for which log-probs are exact.
-
-    Rotary embeddings of type `longrope` change the angles of all tokens once a text exceeds a length, and those of type
-    `dynamic` beyond ``max_position_embeddings``. The trainer reads whole texts, so beyond this length it would compute
-    other log-probs than the engine, which sampled most of the tokens when the text was shorter.
+    """Return the maximum number of tokens of a text: ``wanted``, or else the most for which log-probs are exact.
 
     Raises:
-        ConfigError: ``wanted`` exceeds this length, or is None for a model that names no length.
+        ConfigError: ``wanted`` exceeds this length (``longest_exact``), or is None for a model that names no length.
     """
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one, or one for each type of layer
-    lengths = [kind["original_max_position_embeddings"] for kind in kinds if kind.get("rope_type") == "longrope"]
-    named = [length for length in (getattr(config, "max_position_embeddings", None), *lengths) if length]
-    most = min(named, default=wanted)
-    if most is None:
+    most = longest_exact(config.to_dict())
+    if wanted is None and most is None:
         raise ConfigError(f"rollout.max_length: set it, because this {type(model).__name__} names no longest text")
-    if wanted is not None and wanted > most:
+    if wanted is not None and most is not None and wanted > most:
         raise ConfigError(f"rollout.max_length {wanted}: this {type(model).__name__} takes {most} tokens")
-    return wanted or int(most)
+    return wanted or int(most or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from transformers import (
 )
 
 from penstock.services.rollout.engines import TransformersEngine, open_engine, transformers
+from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.transformers import ModuleBatch, longest_text
 from penstock.services.trainer.backends.local import LocalBackend
 from penstock.services.trainer.batch.packing import columns_of_rows, microbatches
@@ -192,6 +194,29 @@ async def test_a_cache_that_outlives_its_weights_is_seen(monkeypatch: pytest.Mon
     assert await crossing() < 1e-4
     monkeypatch.setattr(ModuleBatch, "drop_cache", lambda batch: None)
     assert await crossing() > 0.1
+
+
+async def test_a_step_shows_progress_before_its_tokens_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is a forward pass of its own, so a step of many rows outlasts the lease of a ticket."""
+    engine = TransformersEngine(model_of(GPT2), max_running=2, stop_ids=[2], detokenize=TOKENIZER.decode)
+    held, go_on = threading.Event(), threading.Event()
+    compute = ModuleBatch._next
+
+    def second_waits(batch: ModuleBatch, row: int, completion: Completion) -> torch.Tensor:
+        if row == 1 and not go_on.is_set():
+            held.set()
+            assert go_on.wait(60)
+        return compute(batch, row, completion)
+
+    monkeypatch.setattr(ModuleBatch, "_next", second_waits)
+    await engine.start()
+    task = asyncio.create_task(engine.generate(ask("slow", PROMPTS[0], num=2)))
+    assert await asyncio.to_thread(held.wait, 60)
+    assert (engine.generated_tokens, engine.progress) == (0, 1)
+    go_on.set()
+    await task
+    await engine.close()
+    assert engine.progress == 4
 
 
 @pytest.mark.parametrize(

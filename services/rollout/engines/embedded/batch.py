@@ -91,6 +91,8 @@ class RowBatch(ABC):
         self._rows = Rows(max_running, self._device)
         self._version, self._weights = version, weights
         self.guard: Callable[[], bool] | None = None
+        self.passes = 0
+        """Number of forward passes so far. It grows within a step too, where a step is several passes."""
 
     @property
     def count(self) -> int:
@@ -372,6 +374,7 @@ class Batch(RowBatch):
         sizes = [part.num_tokens for part in parts]
         recorder = Recorder() if self._routes is not None else None
         hidden_TD = decode(self._plan, token_T, rope, together(parts), recorder)
+        self.passes += 1
         if self._routes is not None and recorder is not None:
             for part, table_TNK in zip(parts, torch.split(recorder.table(), sizes), strict=True):
                 self._routes.write(part.row_W, part.position_W, part.written(table_TNK))

@@ -107,6 +107,11 @@ class EmbeddedEngine:
         """Number of tokens sampled since the start."""
         return self._generated_tokens
 
+    @property
+    def progress(self) -> int:
+        """Number of forward passes since the start: it grows while a step runs whose tokens do not count yet."""
+        return self._batch.passes
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
