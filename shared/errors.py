@@ -217,7 +217,8 @@ class WeightsError(PenstockError):
 
 
 class UnreadableWeights(WeightsError):  # noqa: N818
-    """A receiver can use no transport by which a version is offered; publishing it again would not help."""
+    """A receiver supports none of the transports that offer a version, so publishing the version again would not
+    help."""
 
 
 class CheckpointError(PenstockError):
@@ -242,7 +243,7 @@ class SandboxError(PenstockError):
 
 
 def class_named(name: str) -> type[PenstockError]:
-    """Return the exception class that another process named, to be raised with the message it sent.
+    """Return the exception class for a name that another process sent, to raise that process's error here.
 
     An unknown name, or that of a ``Refused``, which needs more than a message, gives ``PenstockError``.
     """

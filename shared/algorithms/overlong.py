@@ -1,4 +1,4 @@
-"""Exclusion and punishment of overlong completions (DAPO, arXiv 2503.14476, §3.4).
+"""Overlong completions: exclusion from the loss, and a penalty on the reward (DAPO, arXiv 2503.14476, §3.4).
 
 Shape legend: B = trajectories.
 """
