@@ -114,7 +114,7 @@ class SimulatorConfig(SimulatorBase):
     A job whose simulator's observations need more is rejected."""
 
     def reset_id(self, ordinal: int) -> int:
-        """Return the reset id of the draw with this ordinal."""
+        """Return the reset id of position ``ordinal`` in the job's data order."""
         return self.first_reset_id + (ordinal if self.num_reset_ids is None else ordinal % self.num_reset_ids)
 
 

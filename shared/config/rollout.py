@@ -205,8 +205,8 @@ def check_engine(
 
 
 def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str) -> None:
-    """Refuse a model that the embedded engine does not decode, as far as the model's config.json shows it. The engine
-    itself refuses the others (``shared/models/architecture.py``).
+    """Raise ConfigError if a model's config.json shows that the embedded engine cannot decode the model. The engine
+    itself rejects models whose config.json does not show it (``shared/models/architecture.py``).
 
     Args:
         described: the config.json.
@@ -228,7 +228,8 @@ def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str)
 
 
 def _undecoded(kind: str, described: Mapping[str, Any]) -> str:
-    """Return what in a config.json the embedded engine does not decode; empty if there is nothing."""
+    """Name the first property in a config.json that the embedded engine cannot decode; '' if it can decode the
+    model."""
     rope = described.get("rope_parameters") or described.get("rope_scaling")
     rope_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     layers = described.get("layer_types")
