@@ -49,7 +49,7 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """Sizes of a job's data; ``notes`` describe rows that were left out, and parts that could not be checked."""
+    """Sizes of a job's data. ``notes`` describe rows that were left out and checks that were skipped."""
 
     train: tuple[SourceSummary, ...]
     eval: tuple[SourceSummary, ...]

@@ -93,8 +93,8 @@ class DataOrder:
         return self._source_P[order_P], row_P[order_P]
 
     def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row indices at the positions ``steps`` of a source's order, which goes on pass after pass without
-        end."""
+        """Return the row indices at ``steps``, positions in a source's order. The order goes through all rows again and
+        again, each pass shuffled differently if `shuffle` is set."""
         size = len(self._rows[source])
         passes, indices = np.divmod(steps, size)
         if self._shuffle:
@@ -110,7 +110,7 @@ class DataOrder:
 
 
 def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where: str) -> float:
-    """Return the rank that the user's function gives a row. Exceptions of the function propagate.
+    """Return the rank of a row, computed by the user's function ``rank``. Exceptions of the function propagate.
 
     Raises:
         DataError: the function returned no number.

@@ -165,7 +165,7 @@ def run_blocks_by(model: PreTrainedModel, run_block: RunBlock) -> None:
 
 
 def forget_plan(model: PreTrainedModel) -> None:
-    """Rebuild the plan of ``model`` on next use, because modules were replaced."""
+    """Discard the cached plan of ``model``, because modules were replaced; the next use builds a new plan."""
     _plans.pop(model, None)
 
 

@@ -113,7 +113,8 @@ class RouterLoad:
 
 @dataclass(slots=True)
 class Routes:
-    """Routing in the trainer: replays the sampler's selections, or selects experts itself if there are none to replay.
+    """Routing in the trainer: uses the experts that the sampler selected, or, without a recorded selection, selects
+    experts itself.
 
     Attributes:
         replay_TNK: experts to use, any integer type; None: the most likely. The weights of the experts are always

@@ -177,7 +177,7 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_name(name: str) -> str:
-    """Return the name in files of the parameter that ``named_parameters`` calls ``name``.
+    """Convert a parameter name of ``named_parameters`` to the name that weight files use.
 
     Adapter parameters have the names of peft's files; all others have the names of the model without adapters.
     """
