@@ -114,7 +114,7 @@ class JobFailure(BaseModel):
 
 
 class ModelOrigin(BaseModel):
-    """Checkpoint of another job that the job started from, as found at submission."""
+    """Checkpoint of another job from which this job started, resolved when the job was submitted."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -133,7 +133,8 @@ class ModelOrigin(BaseModel):
 
     @property
     def checkpoint(self) -> str:
-        """Reference to the checkpoint by job id and number, which never changes its meaning."""
+        """Reference to the checkpoint by job id and number; unlike names and selectors such as `final`, it always means
+        the same checkpoint."""
         return f"job:{self.job}@{self.number}"
 
 

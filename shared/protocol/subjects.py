@@ -120,13 +120,13 @@ def raw(job: str) -> str:
 
 
 def partial(job: str, key: str, place: int) -> str:
-    """Return the subject of completion ``place`` (an index in the group) of the ticket with this key. The stream keeps
-    only its newest message."""
+    """Return the subject of the unfinished completion with index ``place`` in the group of the ticket ``key``. The
+    stream keeps only the newest message of the subject."""
     return f"partial.{job}.{token(key)}.{place}"
 
 
 def partials(job: str) -> str:
-    """Return a filter for all completions in progress of a job."""
+    """Return a filter for all unfinished completions of a job."""
     return f"partial.{job}.*.*"
 
 
@@ -249,7 +249,7 @@ def heartbeat(service: str, worker: str) -> str:
 
 
 def base_manifest(job: str) -> str:
-    """Return the key in MANIFESTS of the base weights that a job's adapters belong to, for workers whose engine has
+    """Return the key in MANIFESTS of the base weights that a job's adapters extend, for workers whose engine holds
     other base weights."""
     return f"{job}.base"
 

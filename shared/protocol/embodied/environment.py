@@ -140,8 +140,8 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservationMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared memory with the current observations of a session. A client that is connected to the session by a Unix
-    socket reads it.
+    """Shared memory with the current observations of a session, for clients that are connected to the session by a Unix
+    socket.
 
     The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. The memory
     holds the observations of the last reply until the next request is sent.
@@ -317,8 +317,8 @@ class SnapshotReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RestoreRequest:
-    """Request to continue stored episodes in n environments, as new episodes that start with the length and return of
-    the stored ones.
+    """Request to continue stored episodes in n environments. The continued episodes are new episodes that start with
+    the length and return of the stored ones.
 
     ``snapshots`` and ``sizes`` are as in ``SnapshotReply``, ``observe`` is as in ``ResetRequest``. The reply is a
     ``ResetReply``.
@@ -397,7 +397,8 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
 
 
 def _problem(field: str, value: Any) -> str:
-    """Return the requirement of ``field`` that ``value`` violates; '' if it fits."""
+    """Return the requirement that ``value`` violates as the value of ``field``, for an error message; '' if it violates
+    none."""
     if field in _DTYPES:
         dtype = _DTYPES[field]
         if not isinstance(value, np.ndarray) or (dtype is not None and value.dtype != dtype):
