@@ -1,4 +1,4 @@
-"""Complete ledger of a job: segments in an archive, then the entries that remain in the stream LEDGER.
+"""Reader of a job's complete ledger: first the archived segments, then the entries that remain in the stream LEDGER.
 
 The writer of a ledger moves old entries from the stream to segments::
 
@@ -137,7 +137,7 @@ def _sync(folder: Path) -> None:
 
 
 def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
-    """Return the segment that the headers of a ledger entry name; None if nothing was archived before the entry."""
+    """Return the archived segment that the headers of a ledger entry name; None if they name none."""
     text = headers.get(ARCHIVED)
     if text is None:
         return None
@@ -180,7 +180,7 @@ def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]
 
 
 def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
-    """Return the previous segment, which the header of a segment names; None for the first segment."""
+    """Return the segment before ``segment``, as the header of ``segment`` names it; None for the first segment."""
     header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
     before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
     if header["job"] != job or (before.number if before else 0) != segment.number - 1:

@@ -76,8 +76,8 @@ class WorkSlice:
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if this task was cancelled. A failing TaskGroup drops the cancellation (until Python
-    3.13)."""
+    """Raise CancelledError if this task was cancelled. Until Python 3.13 this check is needed after a TaskGroup that
+    failed, because such a TaskGroup drops the cancellation."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
@@ -116,8 +116,8 @@ def first_error(error: BaseException) -> BaseException:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order. The first error cancels the others and is
-    raised when they have ended."""
+    """Run coroutines concurrently and return their results in order. If one fails, cancel the others, wait until they
+    have ended, and raise its error."""
     running = [asyncio.create_task(work) for work in works]
     try:
         if running:
@@ -131,7 +131,7 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, in any way.
+    """Cancel tasks and wait until they have ended, by cancellation or otherwise.
 
     Each task is cancelled once: its cleanup continues if this wait is cancelled, or if a second wait begins. A task
     that has not ended after AGAIN_S may have lost its cancellation, and is cancelled again.
@@ -231,7 +231,7 @@ class Background:
 
 
 class Inbox:
-    """Queue of updates for the leader of a job, which applies them one at a time and in order, between its decisions.
+    """Queue of updates for the leader of a job. The leader applies them one at a time, in order, between its decisions.
 
     An update (``fact``) is a coroutine function that the leader calls.
     """
@@ -256,13 +256,13 @@ class Inbox:
         return await done
 
     def wake(self) -> None:
-        """Make ``take`` return soon."""
+        """Make the current or the next ``take`` return without waiting for an update."""
         with contextlib.suppress(asyncio.QueueFull):  # a full inbox wakes the leader anyway
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
         """Wait for an update, then apply queued updates for at most ``within_s`` seconds, so that the leader's next
-        decision takes many updates into account.
+        decision considers many updates at once.
 
         Later updates stay queued, because the leader checks the desired state and deadlines in between. ``rest_s``:
         longest wait for the first update (seconds); None: ``within_s``.
