@@ -120,7 +120,8 @@ class BulkReader:
             lock.close()
 
     def _mapping(self, name: str, file: LockedFile) -> NDArray[np.uint8]:
-        """Return the data part of a segment; names are never reused, so a cached mapping cannot be of another file."""
+        """Return the data part of a segment, mapped now or before. Segment names are never reused, so a cached mapping
+        is always of the right file."""
         with self._mutex:
             known = self._mappings.get(name)
             if known is not None:

@@ -54,7 +54,7 @@ class NoResponders(Unavailable):
 
 
 class NoAnswer(Unavailable):
-    """No response in time, although a process may listen on the subject."""
+    """No process answered in time, although a process may listen on the subject."""
 
 
 Callback = Callable[[Raw], Awaitable[None]]
@@ -224,12 +224,12 @@ class Connection:
         return message
 
     def trust(self) -> None:
-        """Record that JetStream answered through this node; see ``doubt``."""
+        """Record that JetStream answered through the connected NATS server; see ``doubt``."""
         self._doubted = None
 
     def doubt(self) -> None:
-        """Record that JetStream did not answer through this node. After LEAVE_S without an answer, connect to the next
-        node if there is one."""
+        """Record that JetStream did not answer through the connected NATS server. After LEAVE_S without an answer,
+        connect to the next server, if there is one."""
         now = time.monotonic()
         self._doubted = now if self._doubted is None else self._doubted
         if len(self._servers) < 2 or now - self._doubted < LEAVE_S or not self.connected:

@@ -28,7 +28,7 @@ class Raw(Protocol):
 
 
 class Sink(Protocol):
-    """Receiver of the messages of one inbox."""
+    """Receiver of the messages that arrive in one inbox."""
 
     def deliver(self, message: Raw) -> None:
         """Handle a message; must not block."""
@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Reply:
-    """Sink of one request: resolves ``future`` with the first reply, or with the error."""
+    """Receiver of one request's reply: resolves ``future`` with the first reply, or with the error."""
 
     future: asyncio.Future[Raw]
 
@@ -55,7 +55,7 @@ class Reply:
 
 
 class Inboxes:
-    """Inboxes of one connection, each with its sink. All have one prefix, which the NATS user may subscribe to."""
+    """Inboxes of one connection, each with its receiver. All share a prefix that the NATS user may subscribe to."""
 
     def __init__(self, user: str = "") -> None:
         self._user = user

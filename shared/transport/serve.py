@@ -96,7 +96,7 @@ class Server:
 
 
 def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
-    """Return the class name and the message that report an error to a requester.
+    """Return ``(class name, message)``, by which a reply reports ``error`` to the requester.
 
     ``what`` names the subject or socket whose handler raised ``error``.
     """
@@ -107,7 +107,7 @@ def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
 
 
 def error_of(name: str, message: bytes) -> PenstockError:
-    """Return the exception for a class name and a message from ``error_reply``."""
+    """Convert the class name and message from ``error_reply`` back to an exception."""
     return class_named(name)(message.decode("utf-8", "replace"))
 
 

@@ -173,7 +173,7 @@ class _Process:
         self.start()
 
     def close(self) -> None:
-        """Stop, and delete the directory if this object created it as a temporary one."""
+        """Stop the process, and delete its directory if this object created it as a temporary directory."""
         self.stop()
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -209,7 +209,7 @@ class _Process:
 
 
 class Progress:
-    """Progress of a process: its log grows, it reads files, or it uses CPU time."""
+    """Detects progress of a process: its log grows, it reads files, or it uses CPU time."""
 
     def __init__(self, pid: int, log: Path, silence_s: float) -> None:
         self._pid, self._log = pid, log
@@ -322,7 +322,7 @@ class NatsServer(_Process):
         return "\n".join(lines) + "\n" + (nats_users(self._passwords) if self._passwords else "")
 
     def _is_ready(self) -> bool:
-        """Read the ports from the file that the server writes once it listens; return False while it is missing or
+        """Read the ports from the file that the server writes once it listens; return False if the file is missing or
         incomplete."""
         path = self.directory / f"nats-server_{self.pid}.ports"
         try:

@@ -30,7 +30,7 @@ _PEER = struct.Struct("3i")
 
 
 class UnixServer:
-    """Answers requests with a handler, each in its own task. ``address`` is what ``UnixClient.open`` needs."""
+    """Answers requests with a handler, each in its own task. Clients pass ``address`` to ``UnixClient.open``."""
 
     def __init__(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
         self.address = f"penstock-{secrets.token_hex(16)}"
