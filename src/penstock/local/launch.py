@@ -94,12 +94,14 @@ whole environment; ``log`` receives its standard output and error."""
 
 
 def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start ``python -m module`` with this interpreter. The process ends with the thread that starts it."""
+    """Start ``python -m module`` with this interpreter. The kernel kills the process when the thread that starts it
+    ends."""
     return _start(sys.executable, module, environment, log)
 
 
 def interpreter_of(python: Path, folder: Path) -> Launch:
-    """Return a ``Launch`` that uses ``python``, which has the libraries that Penstock needs, but not Penstock itself.
+    """Return a ``Launch`` with the interpreter ``python``, whose environment has the libraries that Penstock needs but
+    not Penstock itself.
 
     A link in ``folder`` lets the started process import the same Penstock code as this one, so that both sides of every
     message agree.

@@ -49,7 +49,7 @@ class Outcome:
 
     @property
     def reached(self) -> bool:
-        """True if the goal was reached, or there is none."""
+        """True if the reward reached the goal, or if the demo has no goal."""
         return self.goal is None or (self.ends is not None and self.ends[1] >= self.goal)
 
     @property

@@ -316,7 +316,7 @@ def cancel(
     checkpoint: Annotated[bool, typer.Option(help="Write a final checkpoint.")] = True,
     as_json: Json = False,
 ) -> None:
-    """End a job. It drains and writes a checkpoint first."""
+    """End a job. The job first finishes its work in progress and writes a checkpoint."""
     with Client() as client:
         _show(client.cancel(client.find(job).id, force=force, checkpoint=checkpoint), as_json)
 

@@ -56,7 +56,7 @@ def serve(
 
 
 def reference_of(text: str) -> str:
-    """Return ``text`` as a full reference ``job:NAME@WHICH``; the default of WHICH is final. Raises ConfigError."""
+    """Expand ``text`` to a full reference ``job:NAME@WHICH``, with final as default of WHICH. Raises ConfigError."""
     reference = text if text.startswith(REFERENCE) else REFERENCE + text
     reference = reference if "@" in reference else f"{reference}@final"
     parse_reference(reference)

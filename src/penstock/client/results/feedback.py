@@ -142,7 +142,7 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of the deletion of a user's data (``status`` `running` or `done`), and the numbers of deleted items.
+    """Progress of the deletion of a user's data (``status``: `running` or `done`), with the numbers of deleted items.
 
     ``trained_versions``: by job, versions that were trained on the data; they stay.
     """
@@ -181,7 +181,7 @@ class HeldItem(HeldRow, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Decision on a quarantined item, which is on disk; ``verdict`` is `release` or `drop`."""
+    """Recorded decision on a quarantined item; ``verdict`` is `release` or `drop`."""
 
     feedback_id: str
     verdict: str

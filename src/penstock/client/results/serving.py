@@ -167,7 +167,7 @@ class KeptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of a model: the newest, the served one, or one that the model can roll back to."""
+    """A version of a model: the newest version, the served version, or a version that the model can roll back to."""
 
     version: int
     served: bool
