@@ -228,7 +228,7 @@ AnyEnvironment = Annotated[
 
 
 def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | None) -> int:
-    """Return an upper bound of the tokens after a prompt: those of the policy plus the observations between its
+    """Return an upper bound of the tokens after a prompt: the policy's tokens plus the observations between its
     turns."""
     if environment is None:
         return sampling.max_new_tokens

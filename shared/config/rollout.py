@@ -120,7 +120,7 @@ class VllmConfig(_VllmOptions):
 
 class VllmServerConfig(_VllmOptions):
     """vLLM's HTTP server, which the rollout worker starts as a child process. The worker keeps Penstock's interpreter;
-    the server has that of `penstock engines install vllm` (`penstock up --engine vllm_server`).
+    the server uses the interpreter that `penstock engines install vllm` installs (`penstock up --engine vllm_server`).
 
     Log-probs have the same definition as with engine `vllm`.
     """
@@ -129,8 +129,8 @@ class VllmServerConfig(_VllmOptions):
 
 
 class SglangConfig(_AnyEngine):
-    """An SGLang server, which the rollout worker starts in an interpreter of its own (`penstock engines install
-    sglang`), or one that is already running (PENSTOCK_SGLANG_URL of the worker).
+    """SGLang server. The rollout worker starts it in a separate interpreter (`penstock engines install sglang`), or
+    connects to a running server (PENSTOCK_SGLANG_URL of the worker).
 
     Log-probs are of logits / temperature before `top_p` and `top_k`, and after penalties, biases and `min_new_tokens`.
     """

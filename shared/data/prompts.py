@@ -18,7 +18,7 @@ __all__ = ["Demonstration", "Prompt", "PromptBuilder", "PromptSource", "Tokenize
 
 
 class Tokenizer(Protocol):
-    """The part of the interface of transformers' tokenizers that this module calls."""
+    """The methods of a transformers tokenizer that this module calls."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -56,7 +56,7 @@ class Demonstration(NamedTuple):
     mask: list[int]
 
     def extended(self, token: int) -> Demonstration:
-        """Return a copy whose answer also has ``token`` at its end, which the loss covers."""
+        """Return a copy with ``token`` appended to the answer; the loss covers this token, too."""
         return Demonstration(self.prompt_ids, [*self.answer_ids, token], [*self.mask, 1])
 
 

@@ -183,7 +183,7 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return True if ``module`` is a linear layer, without adapter or with one low-rank adapter without options."""
+    """Return True if ``module`` is a linear layer that has no adapter, or one low-rank adapter without options."""
     if not hasattr(module, "base_layer"):
         return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant

@@ -149,8 +149,8 @@ class EpisodePolicy(nn.Module, ABC):
 
     @abstractmethod
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Convert actions to what the simulator accepts, [N, C, ...] in its dtype: clipped, scaled, or the centers of
-        their bins."""
+        """Convert actions to the simulator's format, [N, C, ...] in its dtype, by clipping, scaling or taking the
+        centers of bins."""
 
     @abstractmethod
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
@@ -275,7 +275,7 @@ class SquashedPolicy(EpisodePolicy):
         return Decision(raw_NCA, squashed_logprobs(raw_NCA, mean_NCA, log_std_NCA))
 
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
-        """Return log-probs and entropy. The entropy is that of u in the action ``tanh(u)``, because the entropy of
+        """Return log-probs and entropy. The entropy is that of the Gaussian ``u``, because the entropy of the action
         ``tanh(u)`` has no closed form."""
         mean_NCA, log_std_NCA = self._parameters_of(features_NO)
         entropy_N = gaussian_entropy(log_std_NCA).sum((1, 2))

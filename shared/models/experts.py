@@ -126,7 +126,7 @@ class Routes:
     load: RouterLoad | None = None
 
     def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
-        """Return the experts to replay, or the most likely ones, int64 [T, K]; see ``Routing.choose``."""
+        """Return the experts to replay, or else the most likely experts, int64 [T, K]; see ``Routing.choose``."""
         replay = self.replay_TNK
         experts_TK = _likeliest(probs_TE, top_k) if replay is None else replay[:, layer].long()
         if self.load is not None:

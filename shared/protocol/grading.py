@@ -57,6 +57,7 @@ def error_text(flag: str, detail: str) -> str:
 
 
 def split_error(text: str) -> tuple[str, str]:
-    """Split a text of ``error_text`` into kind and detail; any other text is the detail of an ``other_error``."""
+    """Split a text that ``error_text`` made into kind and detail. Any other text becomes the detail of an
+    ``other_error``."""
     flag, colon, detail = text.partition(": ")
     return (flag, detail) if colon and flag in GRADER_ERRORS else ("other_error", text)

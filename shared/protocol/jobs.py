@@ -50,7 +50,7 @@ WarningKind = Literal[
 
 
 class HealthWarning(BaseModel):
-    """Sign that training diverges or learns nothing; the job continues."""
+    """Warning that training diverges or learns nothing; the job continues."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -64,7 +64,7 @@ class HealthWarning(BaseModel):
 
 
 class Condition(BaseModel):
-    """One condition of a job, as in Kubernetes."""
+    """Condition of a job with its status and reason, as in Kubernetes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -99,7 +99,7 @@ class Operation(BaseModel):
 
 
 class JobFailure(BaseModel):
-    """Cause of the failure of a job."""
+    """Cause of a failed job, and the service at fault."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -151,7 +151,7 @@ class JobLinks(BaseModel):
 
 
 class JobProgress(BaseModel):
-    """Progress of a job."""
+    """Completed policy updates and trained groups of a job."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -166,7 +166,7 @@ class JobProgress(BaseModel):
 
 
 class JobStatus(BaseModel):
-    """Last status observed by the coordinator."""
+    """Status of a job, as the coordinator last observed it."""
 
     model_config = ConfigDict(frozen=True)
 

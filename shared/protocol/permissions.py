@@ -29,7 +29,8 @@ _API = "$JS.API"
 
 @dataclass(frozen=True)
 class Permissions:
-    """Subjects (with wildcards) that a role may publish and subscribe to; others are refused."""
+    """Subjects (with wildcards) that a role may publish and subscribe to; the NATS server refuses all other
+    subjects."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -41,7 +42,7 @@ def inbox_of(role: str) -> str:
 
 
 def permissions(role: str) -> Permissions:
-    """Return the permissions of a role. Raises KeyError if it is not in ROLES."""
+    """Return the permissions of a role. Raises KeyError if ``role`` is not in ROLES."""
     publish, subscribe = _TABLE[role]
     if role == OPERATOR:
         return Permissions(publish, subscribe)

@@ -166,7 +166,7 @@ def dead(job: str) -> str:
 
 
 def videos(job: str) -> str:
-    """Return the subject of the films of held-out episodes of a job."""
+    """Return the subject of the videos of held-out episodes of a job."""
     return f"videos.{job}"
 
 
@@ -303,7 +303,7 @@ def replay_progress(request: str) -> str:
 
 
 def score(job: str) -> str:
-    """Return the subject of requests to the reward pool to score the completions of a group (request/reply)."""
+    """Return the subject of requests to the reward pool to score completions of a job (request/reply)."""
     return f"score.{job}"
 
 
@@ -331,7 +331,7 @@ def env(session: str) -> str:
 
 
 def tools(job: str) -> str:
-    """Return the subject of requests to the env pool to execute one tool call of the job (request/reply)."""
+    """Return the subject of requests to the env pool to execute a tool call of the job (request/reply)."""
     return f"env.tools.{job}"
 
 

@@ -45,7 +45,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """Lease of one holder: call ``acquire``, run ``keep`` beside the work, then call ``release``.
+    """Lease of one holder: call ``acquire``, run ``keep`` while the work runs, then call ``release``.
 
     ``held`` and ``check`` may be called from any thread. ``hung_s``: see ``HUNG_S``.
     """
@@ -231,7 +231,7 @@ class _Renewing:
         threading.Thread(target=self._run, name=f"lease {self._lease.key}", daemon=True).start()
 
     async def stop(self) -> None:
-        """Stop the thread and wait for it, even if this task is cancelled meanwhile."""
+        """Stop the thread and wait until it has stopped, even if this task is cancelled during the wait."""
         with self._lock:
             self._stopped = True
             if self._inside is not None:

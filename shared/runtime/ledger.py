@@ -148,13 +148,13 @@ def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
 
 
 def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
-    """Return the newest segment that the headers of these entries name; None if they name none."""
+    """Return the newest segment that the headers of ledger entries name; None if they name no segment."""
     found = (segment_of(message.headers, job) for message in messages)
     return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
 
 
 def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | None) -> tuple[Segment, bytes]:
-    """Build the segment after ``before`` from these entries (at least one); return the segment and its bytes."""
+    """Build the segment that follows ``before`` from at least one entry; return the segment and its bytes."""
     header = {"job": job, "number": before.number + 1 if before else 1, "before": before.name if before else ""}
     records = (_RECORD.pack(entry.seq, len(entry.data)) + entry.data for entry in entries)
     data = b"".join([MAGIC, msgspec.json.encode(header), b"\n", *records])
@@ -201,7 +201,7 @@ def _fetch(archive: LedgerArchive | None, job: str, segment: Segment) -> bytes:
 
 
 def _chain(archive: LedgerArchive | None, job: str, newest: Segment) -> list[Segment]:
-    """Return all segments up to ``newest``, in order; verifies each one's digest."""
+    """Return all segments up to ``newest``, in order, after verification of each segment's digest."""
     found = [newest]
     while True:
         data = _fetch(archive, job, found[-1])

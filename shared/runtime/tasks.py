@@ -36,7 +36,7 @@ _ended: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
 class Deadline:
-    """Deadline ``seconds`` from now on the monotonic clock, shared by the steps of one operation."""
+    """Deadline that is ``seconds`` from now (monotonic clock); the steps of one operation share one deadline."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -69,7 +69,7 @@ class WorkSlice:
         self._began = time.monotonic()
 
     async def end(self) -> None:
-        """End the work on one item: let other tasks run if this slice has lasted ``seconds``."""
+        """Mark the end of the work on one item; let other tasks run if this slice of work has lasted ``seconds``."""
         if time.monotonic() - self._began >= self.seconds:
             await asyncio.sleep(self.rest_s)
             self._began = time.monotonic()
@@ -84,7 +84,7 @@ def raise_if_cancelled() -> None:
 
 
 async def unexpected(work: Awaitable[None]) -> Exception | None:
-    """Await ``work`` and return the exception that ended it, of any type, or None. This keeps a bug in one task from
+    """Await ``work``; return the exception that ended it (of any type), or None. This keeps a bug in one task from
     ending other tasks.
 
     The work has a task of its own: until Python 3.13 a TaskGroup whose tasks fail at the end of its block leaves its
@@ -174,7 +174,7 @@ async def retry(
     first_pause_s: float = 0.05,
     longest_pause_s: float = 2.0,
 ) -> T:
-    """Repeat ``attempt`` while it raises one of ``on``, with doubling, randomised pauses in between; return its result.
+    """Repeat ``attempt`` while it raises one of the errors ``on``, with doubling, randomised pauses; return its result.
 
     Raises:
         DeadlineError: no attempt succeeded in time; the message names ``what``, and the last error unless the last

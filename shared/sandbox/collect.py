@@ -1,4 +1,4 @@
-"""Collects the output of one run, and stops it at its time limit or its output limit."""
+"""Collects the output of one run, and stops the run at its time limit or its output limit."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class _Peer:
                 self.serve(kind, rest)
 
     def serve(self, kind: Any, rest: list[Any]) -> None:
-        """Execute a request of the other end by ``carry_out``, and send the result or the exception."""
+        """Execute a request of the other end by ``carry_out``, and send back the result or the exception."""
         try:
             answer = ["ok", self.encode(self.carry_out(kind, rest))]
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a program or a test
@@ -327,7 +327,8 @@ class _Judge(_Peer):
         return self.ask("op", name, [self.encode(each) for each in operands])
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """Call a function of a test, as the program requested, and return its result; refuse any other request."""
+        """Call a function of a test because the program requested it, and return its result; refuse any other
+        request."""
         if kind != "back":
             raise Gone(f"a program cannot ask for '{kind!r:.20}'")
         number, args, kwargs = rest
@@ -495,7 +496,7 @@ class _Given:
 
 
 def serve(program: str, names: dict[str, Any], read: int, write: int) -> int:
-    """Execute a program, then answer the judge until it ends; return the exit status.
+    """Execute a program, then answer the judge's requests until the judge ends; return the exit status.
 
     ``read`` and ``write`` are the pipes; reads and writes of the program by these numbers have no effect.
     """

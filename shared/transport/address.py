@@ -53,7 +53,7 @@ def check_url(url: str, *, private: bool) -> str:
 
 
 async def reachable_address(host: str, port: int, *, private: bool, setting: str = WEBHOOKS) -> str:
-    """Resolve ``host``, check all of its addresses, and return one to connect to.
+    """Resolve ``host``, check all of its addresses, and return an address to connect to.
 
     Connect to this address and not to the name, which might resolve to another address the next time.
 

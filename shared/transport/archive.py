@@ -46,7 +46,7 @@ class _Parts:
         self.queue: asyncio.Queue[Raw] = asyncio.Queue()  # bounded by the server, which waits for acknowledgements
 
     async def on_message(self, raw: Raw) -> None:
-        """Queue a part."""
+        """Queue a part of the snapshot for ``save_stream``."""
         self.queue.put_nowait(raw)
 
 

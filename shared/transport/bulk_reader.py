@@ -63,7 +63,8 @@ class BulkReader:
         self._spare = np.empty(0, np.uint8)
 
     def fetch(self, claim: Claim, *, timeout_s: float = 10.0, verify: bool = True) -> Blob:
-        """Fetch the bytes of ``claim``; with ``verify``, compare them with the digest in the claim, if there is one.
+        """Fetch the bytes of ``claim``. With ``verify``, compare their digest with the digest in the claim, if the
+        claim has a digest.
 
         Same host: takes microseconds. Another host: blocks for the transfer, at most ``timeout_s``.
 

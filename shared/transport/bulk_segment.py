@@ -226,7 +226,8 @@ def _free_bytes(path: Path) -> int:
 
 
 def map_file(fd: int, access: Access, on_piece: Callable[[], None] = lambda: None) -> mmap.mmap:
-    """Return a mapping of a whole file with its page table filled; ``on_piece`` is called repeatedly meanwhile.
+    """Map a whole file, fill the page table of the mapping, and return the mapping; ``on_piece`` is called after each
+    piece.
 
     The mapping has its own open file: a mapping keeps a duplicate of its descriptor and thereby the lock of that open
     file, so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.

@@ -196,7 +196,8 @@ class Bus:
         replicas: int = 1,
         update: bool = True,
     ) -> None:
-        """Create missing streams and buckets; with ``update``, also adapt existing ones to the arguments. Idempotent.
+        """Create missing streams and buckets; with ``update``, also adapt existing streams to the arguments.
+        Idempotent.
 
         In a cluster each stream and bucket gets ``replicas``; one that has more replicas keeps them.
 
@@ -292,8 +293,8 @@ class Bus:
         return found
 
     async def walk(self, stream: str, subject: str, *, last_seq: int) -> list[Message]:
-        """Return the messages of ``subject`` up to sequence ``last_seq``. Requests them one by one, because a consumer
-        is not possible: a work queue allows no second one."""
+        """Return the messages of ``subject`` up to sequence ``last_seq``. Requests them one by one, because a work
+        queue allows no second consumer of a subject."""
         found: list[Message] = []
         seq = 1
         while (message := await reading.first_at_or_after(self._connection, stream, subject, seq)) is not None:
@@ -455,7 +456,8 @@ class Bus:
     # Core: at most once
 
     async def notify(self, subject: str, data: bytes) -> None:
-        """Send ``data`` to the current subscribers of ``subject``; raise Unavailable instead while disconnected."""
+        """Send ``data`` to the current subscribers of ``subject``, without storage. Raises Unavailable while
+        disconnected."""
         await self._connection.send(subject, data)
 
     async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:

@@ -117,7 +117,7 @@ class Connection:
 
     @classmethod
     async def open(cls, url: str, *, name: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> Connection:
-        """Connect.
+        """Connect to one of the servers in ``url`` (comma-separated).
 
         Raises:
             Unavailable: no server answered within ``deadline_s``; the message has the address without credentials.
@@ -156,7 +156,7 @@ class Connection:
         return self._closing
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Wait until connected.
+        """Wait until the connection is up.
 
         Raises:
             Unavailable: still not connected after ``timeout_s``, or closed.
@@ -278,7 +278,7 @@ class Connection:
                 log.debug("unsubscribe from %s: %s", entry.subject, error)
 
     async def echo(self, timeout_s: float) -> float:
-        """Return the time (seconds) that a message from this client to itself takes. Its arrival proves that server,
+        """Send a message from this client to itself and return the seconds until it arrives, which proves that server,
         read loop and subscription work.
 
         nats-py's own rtt and flush are not used: a pong that arrives after their timeout kills the read loop.

@@ -44,12 +44,12 @@ class Reply:
     future: asyncio.Future[Raw]
 
     def deliver(self, message: Raw) -> None:
-        """Resolve the request."""
+        """Set the reply as the result of ``future``."""
         if not self.future.done():
             self.future.set_result(message)
 
     def lost(self, error: Lost) -> None:
-        """Fail the request."""
+        """Set the error as the exception of ``future``."""
         if not self.future.done():
             self.future.set_exception(error)
 

@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Message to publish. Without ``msg_id`` it gets a random one, so that retries are not stored twice."""
+    """Message to publish. A message without ``msg_id`` gets a random id, so that retries are not stored twice."""
 
     subject: str
     data: bytes

@@ -27,7 +27,7 @@ def cut(message: Outgoing) -> list[Outgoing]:
 
 
 def whole(first: Message, found: Mapping[int, Message]) -> Message | None:
-    """Return the payload whose first part is ``first``, joined with its later parts; None if one is missing.
+    """Return the payload whose first part is ``first``, joined with its later parts; None if a part is missing.
 
     ``found`` has the messages to take the later parts from, by sequence number.
 

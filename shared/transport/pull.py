@@ -100,8 +100,8 @@ class Puller:
         )
 
     async def fetch(self, n: int, wait_s: float) -> list[Delivery]:
-        """Return up to ``n`` deliveries: wait up to ``wait_s`` for the first, then take those available without
-        waiting.
+        """Return up to ``n`` deliveries: wait up to ``wait_s`` for the first, then add the deliveries that are
+        available at once.
 
         Returns an empty list if there is no work or the bus is down for that long; it heals by itself.
 

@@ -48,7 +48,7 @@ class Server:
         self._subscription = await self._connection.subscribe(self.subject, self._on_request, queue=queue)
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Accept no more requests; give running ones ``deadline_s`` to finish, then cancel them."""
+        """Accept no more requests; give running requests ``deadline_s`` to finish, then cancel them."""
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()

@@ -56,7 +56,7 @@ Durability = Literal["fsync", "page-cache", "unverified"]
 
 
 class _Process:
-    """Server process that can be started, stopped, killed and restarted on the same port and store."""
+    """Server process that can be started, stopped, killed and restarted with the same port and stored data."""
 
     name = "server"
 
@@ -147,7 +147,7 @@ class _Process:
             time.sleep(min(POLL_S * 10, POLL_S + (now - began) / 100))
 
     def stop(self, *, deadline_s: float = 10.0) -> None:
-        """Terminate the process; kill it at the deadline. The store stays."""
+        """Terminate the process; kill it at the deadline. Stored data stays."""
         process = self._process
         if process is None:
             return
@@ -160,7 +160,7 @@ class _Process:
         self._process = None
 
     def kill(self) -> None:
-        """Kill the process as a crash would (SIGKILL). The store stays."""
+        """Kill the process with SIGKILL, as a crash would. Stored data stays."""
         process = self._process
         if process is not None:
             process.kill()
@@ -168,7 +168,7 @@ class _Process:
             self._process = None
 
     def restart(self) -> None:
-        """Kill and restart the process on the same port and store."""
+        """Kill the process and restart it with the same port and stored data."""
         self.kill()
         self.start()
 

@@ -143,7 +143,7 @@ def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 class _Writing:
-    """Writes tensors into a buffer, uint8 [bytes], and computes the xxh3-128 of the buffer meanwhile.
+    """Writes tensors into a buffer, uint8 [bytes], and at the same time computes the xxh3-128 of the buffer.
 
     Several threads copy a large tensor in memory piece by piece: the caller hashes in order what is copied, and copies
     the pieces that no helper has taken.

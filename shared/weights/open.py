@@ -222,7 +222,8 @@ def open_publisher(
 def open_receiver(
     settings: ServiceSettings, layout: Layout | None = None, *, memory: DeviceMemory | None = None
 ) -> Receiver:
-    """Open a receiver for any job. It rejects manifests whose layout is not ``layout``, the engine's (None: any).
+    """Open a receiver for any job. It rejects manifests with another layout than ``layout``, the engine's layout (None:
+    accept any).
 
     ``memory``: memory of the engine's GPU, into which the receiver also copies from GPUs of this host (CUDA IPC).
 

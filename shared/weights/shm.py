@@ -47,7 +47,7 @@ class ShmPublisher:
         max_slots: int = 4,
         timeout_s: float = 30.0,
     ) -> None:
-        """Create the slots (about a second per gigabyte) or adopt those of a crashed predecessor.
+        """Create the slots (about a second per gigabyte), or adopt the slots of a crashed publisher.
 
         Raises:
             Unavailable: ``settings.shm_dir`` has no room for them, or ``settings.bulk_host`` cannot be bound.

@@ -209,7 +209,7 @@ class ResetReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """Request to step n environments: ``actions`` [n, C, ...] has a chunk of C actions for each.
+    """Request to step n environments. ``actions`` [n, C, ...] has a chunk of C actions for each environment.
 
     ``next_state_ids`` [n] are the state ids of the episodes that begin by ``auto_reset``. If it is empty (shape [0]),
     the server adds the number of environments of the session to each state id. After a restore it refuses an empty
@@ -333,7 +333,8 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
-    """Keep-alive of a client without other requests; the reply is the same message. It does not advance ``seq``."""
+    """Keep-alive message of a client that sends no other requests; the reply is the same message. A keep-alive does not
+    advance ``seq``."""
 
     seq: int
 
@@ -373,7 +374,7 @@ def encode_env(body: Body) -> bytes:
 
 
 def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
-    """Decode a message that must be one of ``kinds``.
+    """Decode a message whose type must be one of ``kinds``.
 
     Raises:
         ProtocolError: another schema or kind, missing fields, or arrays of a wrong dtype.

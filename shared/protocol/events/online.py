@@ -122,8 +122,8 @@ class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return PackedIds(self.packed + other.packed, self.texts + other.texts)
 
     def unpack(self) -> list[str]:
-        """Return the ids; those of ``texts`` come last. This copies one digit of all ids at a time, which takes half
-        the time of slicing each id."""
+        """Return the ids; the ids in ``texts`` come last. Copying one digit of all ids at a time takes half the time of
+        slicing each id."""
         digits = self.packed.hex().encode()
         found = bytearray(b"-") * (len(self.packed) // ID_BYTES * ID_LENGTH)
         for place, column in enumerate(DIGITS):

@@ -139,8 +139,8 @@ class Tracking(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
-    """The groups of one policy update are fixed, in order: this event commits the batch. A batch with a higher revision
-    replaces a refused batch of its number."""
+    """This event commits the batch: it fixes the groups of one policy update and their order. A batch with a higher
+    revision replaces a refused batch with the same number."""
 
     number: int
     revision: int
@@ -169,7 +169,8 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
-    """The trainer trained the batch, so all of its draws are terminal. ``digest`` is of the weights of ``version``.
+    """The trainer trained the batch, so all of its draws are terminal. ``digest`` is the digest of the new weights,
+    ``version``.
 
     ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of ``version``. The
     leader writes the row of METRICS from them; after a takeover, the new leader writes a missing row.

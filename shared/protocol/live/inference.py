@@ -36,7 +36,8 @@ SIGN_EVERY_S = 1.0
 
 
 class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request; None: the job's setting. The seed is always set."""
+    """Sampling parameters of a client's request. A parameter that is None has the value in the job file; the seed is
+    always set."""
 
     seed: int
     max_new_tokens: int | None = None
@@ -105,8 +106,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply of ``worker`` (one session of one process) to a request: True in ``accepted`` means that it takes the
-    request, False that another worker may take it."""
+    """Reply of ``worker`` (one session of one process) to a request. ``accepted`` True: the worker takes the request;
+    False: another worker may take it."""
 
     worker: str
     accepted: bool
@@ -148,7 +149,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Request that this worker cannot complete; ``error`` names a class of shared/errors.py."""
+    """Message that the worker cannot complete a request; ``error`` is the name of a class in shared/errors.py."""
 
     request: str
     error: str

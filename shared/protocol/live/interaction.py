@@ -142,7 +142,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One accepted item of feedback, durable in FEEDBACK before its sender receives the 202.
+    """One accepted item of feedback. FEEDBACK stores the item durably before its sender receives HTTP 202.
 
     An item of kind `retraction` withdraws the item that ``body`` names; `release` and `drop` end the quarantine of an
     item. ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
@@ -266,7 +266,8 @@ UNDECIDED = frozenset({"received", "matched", "quarantined"})
 
 
 class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one item of feedback, appended to DECISIONS and never changed; the newest status of an item counts.
+    """Status of one item of feedback, appended to DECISIONS and never changed. If an item has several statuses, the
+    newest one counts.
 
     Final statuses follow from the ledger.
     """

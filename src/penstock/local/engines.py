@@ -82,7 +82,8 @@ def engine_problem(name: str, engines_dir: Path) -> str:
 
 
 def install_engine(name: str, engines_dir: Path, *, base: Path, report: Report, again: bool = False) -> Path:
-    """Create an environment, or complete an interrupted one; a complete one is left as it is. Blocks.
+    """Install an engine's environment, or complete an interrupted installation. Do nothing if the environment is
+    complete. Blocks.
 
     Args:
         base: interpreter from which the environment is created.

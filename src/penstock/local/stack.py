@@ -1,4 +1,5 @@
-"""Starts all processes of a deployment on one machine in order, restarts those that end, and stops all in reverse.
+"""Starts all processes of a deployment on one machine in order, restarts processes that end, and stops all in reverse
+order.
 
 ::
 
@@ -186,7 +187,7 @@ class Stack:
         await asyncio.shield(self._broken)
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Change the number of workers of a service: start missing ones, drain surplus ones. Safe to repeat.
+        """Change the number of workers of a service: start missing workers, drain surplus workers. Safe to repeat.
 
         Returns before new workers are ready and old ones have ended: see ``pool``.
         """
@@ -443,7 +444,8 @@ class Scalable(Protocol):
     """Workers whose number can change."""
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Set the number of workers of a service, without waiting until new ones are ready or old ones have ended."""
+        """Set the number of workers of a service; do not wait until new workers are ready or surplus workers have
+        ended."""
         ...
 
     async def pool(self, service: str) -> ScaleReply:

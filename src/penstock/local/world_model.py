@@ -83,7 +83,7 @@ class _Transitions:
 def fit(
     shown: Demonstrations, fitting: Fitting, *, on_epoch: Callable[[int, float], None] = lambda epoch, loss: None
 ) -> Fitted:
-    """Fit an ensemble to recorded episodes. Blocking.
+    """Fit an ensemble of networks to recorded episodes. Blocking.
 
     Args:
         on_epoch: called with the number of finished epochs and the mean loss of the last one.

@@ -222,7 +222,8 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
 
 
 async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
-    """Count trained feedback items: under True those that the key ``enemy`` posted, under False all others."""
+    """Count the trained feedback items: under True the items that the key ``enemy`` posted, under False all other
+    items."""
     found = {True: 0, False: 0}
     for row in (await client.funnel(job)).data:
         if row.status == "trained":

@@ -96,7 +96,8 @@ def submit(
 
 
 def _print_warnings(client: Client, record: JobRecord) -> None:
-    """Print the coordinator's warnings about a submitted job, or nothing if the key may not read its events."""
+    """Print the coordinator's warnings about a submitted job. Print nothing if the API key may not read the job's
+    events."""
     with contextlib.suppress(PenstockError):
         for row in client.events(record.id, follow=False):
             if row["type"] == "submitted" and row["level"] == "warning":

@@ -32,7 +32,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until a worker has loaded the model.")] = 120,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until it is cancelled."""
+    """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until the deployment is cancelled."""
     with Client() as client:
         path = model if Path(model).is_dir() else reference_of(model)
         spec: dict[str, Any] = {"kind": "serving", "name": name or _name_of(client, path), "model": {"path": path}}

@@ -29,7 +29,7 @@ def ls(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of rows.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """List the quarantined feedback of one job or of all."""
+    """List the quarantined feedback of one job, or of all jobs."""
     with Client() as client:
         rows = client.quarantine.list(client.find(job).id if job is not None else None, limit=limit)
     if as_json:

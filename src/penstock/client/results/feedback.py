@@ -107,7 +107,7 @@ class FunnelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of interactions whose decision has this status and reason; undecided ones are not counted."""
+    """Number of interactions whose decision has this status and reason; undecided interactions are not counted."""
 
     status: str
     reason: str
@@ -115,7 +115,8 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Funnel(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of a job's feedback; ``interactions`` counts decisions on interactions, also on those without feedback."""
+    """Counts of a job's feedback. ``interactions`` counts the decisions on all interactions, with and without
+    feedback."""
 
     job: str
     items: int
