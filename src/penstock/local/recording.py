@@ -103,8 +103,7 @@ def record(
     source: str = "",
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Demonstrations:
-    """Play one episode from each reset id, and return the recorded episodes. Equal arguments give equal results.
-    Blocking.
+    """Play an episode from each reset id; return the recorded episodes. Equal arguments give equal results. Blocking.
 
     Args:
         request: the simulator; ``num_envs`` is ignored.
