@@ -84,7 +84,7 @@ class BlobServer:
     """Serves the blobs of one source on ``host``; peers connect to ``address``."""
 
     def __init__(self, host: str, source: BlobSource, tls: ssl.SSLContext | None = None) -> None:
-        """Listen and start a thread.
+        """Listen on ``host``, and start the thread that accepts connections.
 
         Raises:
             Unavailable: the address cannot be bound.

@@ -109,7 +109,7 @@ class Publisher:
     async def _publish_batch(
         self, messages: list[Outgoing], deadline_s: float, *, parts: bool = False
     ) -> list[int] | None:
-        """Publish one atomic batch; return its sequences, or None if the caller must publish the messages singly.
+        """Publish one atomic batch; return its sequences, or None if the caller must publish the messages one by one.
 
         None means that the stream does not allow batches, or that it has stored a message id before. In the second
         case an earlier attempt was stored as a whole, and publishing the messages one by one returns their sequences.

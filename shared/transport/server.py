@@ -273,7 +273,7 @@ class NatsServer(_Process):
 
     @property
     def url(self) -> str:
-        """Address for clients, without a user."""
+        """URL for clients, without user and password."""
         return f"{'tls' if self._tls else 'nats'}://{self.host}:{self.port}"
 
     def url_of(self, role: str) -> str:

@@ -52,7 +52,7 @@ class Need:
 
 
 def needs(spec: AnyJob) -> list[Need]:
-    """Return the optional packages that the job file shows the job to need."""
+    """Return the optional packages that a job needs, as far as its job file shows them."""
     if isinstance(spec, EmbodiedJob):
         return []
     found = [Need("rollout.engine", spec.rollout.engine, "rollout")] if spec.rollout.engine in ENVIRONMENT_OF else []

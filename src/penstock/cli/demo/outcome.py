@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def held_out(self) -> str:
-        """Name of the evaluation data."""
+        """Kind of held-out data, as text: held-out episodes or held-out prompts."""
         return "held-out episodes" if self.record.spec.get("kind") == "embodied" else "held-out prompts"
 
     @property
