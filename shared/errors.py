@@ -4,7 +4,7 @@
 
     PenstockError
     ├── ConfigError (ValueError)        the user's file, flag or environment is wrong
-    │   └── ConstraintError             an answer cannot be made to have the form that a request prescribes
+    │   └── ConstraintError             a request prescribes a form that no answer can have
     ├── DataError (ValueError)          a data set cannot be read; names the file and the line
     ├── ProtocolError (ValueError)      a message breaks the wire contract; it is dead-lettered, never guessed at
     │   └── FrameError                  a tensor frame is malformed
@@ -18,18 +18,18 @@
     ├── NotFound (KeyError)             no such job, message or checkpoint
     ├── Refused                         a request is refused, for a reason that has a name (``code``)
     │   ├── Invalid                     the request is wrong; says which parts of it
-    │   ├── Unauthenticated             the caller does not say, or cannot prove, who it is
-    │   ├── Forbidden                   the caller may not do this
-    │   ├── OutOfReach                  the caller reaches no object of this name: another caller owns it, or it is off
+    │   ├── Unauthenticated             the caller gives no credentials, or credentials that are not valid
+    │   ├── Forbidden                   the caller lacks the permission for the request
+    │   ├── OutOfReach                  the caller has no object of this name: another caller owns it, or it is off
     │   ├── Gone                        the object ended or was deleted: it takes no requests any more
     │   ├── TooLarge                    the request is larger than can be stored
     │   ├── NoRoom                      there is no space to store more, until some is freed
     │   │   └── QuotaUsed               the caller has used up its share of the space: a retry does not help
     │   └── RetryLater                  the request cannot be served now; retry it after a given time
-    │       └── RateLimited             the sender sends more than can be taken: slow down, retry after a given time
+    │       └── RateLimited             the sender sends more than is accepted: slow down, retry after a given time
     ├── Unsupported                     this simulator does not offer the operation
     ├── WeightsError                    a weight transfer failed; the engine keeps its old version
-    │   └── UnreadableWeights           this process can use no transport of a version, whoever publishes it again
+    │   └── UnreadableWeights           this process supports no transport of a version; a retry does not help
     ├── CheckpointError                 a checkpoint is missing, partial, or of another job or model
     ├── ArchiveError                    a segment of an archived ledger is missing or was changed
     ├── ScoringError                    a scorer failed or hung; its trajectory fails, and gets no default score
@@ -92,7 +92,8 @@ class ConfigError(PenstockError, ValueError):
 
 
 class ConstraintError(ConfigError):
-    """No answer can have the form that a request prescribes: its schema is wrong, or cannot be satisfied."""
+    """A request prescribes a form that no answer can have: the schema of the form is invalid, or cannot be
+    satisfied."""
 
 
 class DataError(PenstockError, ValueError):
@@ -153,8 +154,8 @@ class Flaw:
 
 
 class Refused(PenstockError):  # noqa: N818
-    """A request is refused. ``code`` names the reason for programs, ``detail`` tells it to people, and ``flaws`` are
-    the parts of the request that are to blame."""
+    """A request is refused. ``code`` is the reason for programs, ``detail`` explains it to people, and ``flaws`` lists
+    the invalid parts of the request."""
 
     def __init__(self, code: str, detail: str, flaws: Sequence[Flaw] = ()) -> None:
         super().__init__(code, detail, tuple(flaws))
@@ -165,19 +166,19 @@ class Refused(PenstockError):  # noqa: N818
 
 
 class Invalid(Refused):
-    """The request itself is wrong: the same request is refused again."""
+    """The request itself is invalid, so sending it again does not help."""
 
 
 class Unauthenticated(Refused):
-    """The caller does not say who it is, or cannot prove it."""
+    """The caller gives no credentials, or credentials that are not valid."""
 
 
 class Forbidden(Refused):
-    """The caller is known, and may not do this."""
+    """The caller is authenticated, but lacks the permission for this request."""
 
 
 class OutOfReach(Refused):
-    """The caller reaches no object of this name: it belongs to another caller, or is not offered here."""
+    """No object of this name is available to the caller: it belongs to another caller, or is not offered."""
 
 
 class Gone(Refused):
@@ -189,11 +190,12 @@ class TooLarge(Refused):
 
 
 class NoRoom(Refused):
-    """There is no space to store more, until some is freed."""
+    """There is no storage space for the request. It can succeed once space is freed."""
 
 
 class QuotaUsed(NoRoom):
-    """The caller has used up its share of the space; others may still have some. A retry does not help."""
+    """The caller has used up its own share of the storage space, even if there is space for other callers. A retry does
+    not help."""
 
 
 class RetryLater(Refused):
@@ -205,7 +207,7 @@ class RetryLater(Refused):
 
 
 class RateLimited(RetryLater):
-    """The sender sends more than can be taken: it has to slow down."""
+    """The sender sends more requests than the service can accept, and has to slow down."""
 
 
 class Unsupported(PenstockError):  # noqa: N818
@@ -217,7 +219,8 @@ class WeightsError(PenstockError):
 
 
 class UnreadableWeights(WeightsError):  # noqa: N818
-    """A receiver can use no transport by which a version is offered; publishing it again would not help."""
+    """A receiver supports none of the transports that offer a version, so publishing the version again would not
+    help."""
 
 
 class CheckpointError(PenstockError):
@@ -242,7 +245,7 @@ class SandboxError(PenstockError):
 
 
 def class_named(name: str) -> type[PenstockError]:
-    """Return the exception class that another process named, to be raised with the message it sent.
+    """Return the exception class for a name that another process sent, to raise that process's error here.
 
     An unknown name, or that of a ``Refused``, which needs more than a message, gives ``PenstockError``.
     """

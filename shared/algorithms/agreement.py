@@ -1,4 +1,5 @@
-"""Agreement of two raters on the same items, beyond chance. Plain floats, because the coordinator computes it."""
+"""Agreement of two raters on the same items, corrected for chance. Uses Python floats, because the coordinator, which
+runs without torch, computes it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NOTHING: Paired = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, float]]) -> dict[str, Paired]:
-    """Return a copy of ``known``, the sums by rater, to which the ratings ``(rater, x, y)`` in ``pairs`` are added."""
+    """Return a copy of ``known`` (sums by rater) with the ratings ``(rater, x, y)`` of ``pairs`` added."""
     found = dict(known)
     for rater, x, y in pairs:
         n, sx, sy, sxx, syy, sxy = found.get(rater, NOTHING)

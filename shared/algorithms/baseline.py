@@ -21,8 +21,8 @@ Tracked = tuple[float, float]
 
 
 def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weight: float) -> float:
-    """Return the tracked mean reward of a bucket, with the mean of all rewards as a prior that counts like ``weight``
-    (> 0) rewards.
+    """Return the tracked mean reward of a bucket, shrunk towards the mean of all rewards: that mean counts as
+    ``weight`` (> 0) additional rewards.
 
     The bucket of all rewards itself counts as if it had also received ``weight`` rewards equal to ``value``.
     """
@@ -33,8 +33,8 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
 
 
 def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
-    """Add the reward sums of a batch, ``sums`` (from ``sums_of``), to the decayed sums in ``tracked``; return the sums
-    that changed.
+    """Decay the sums in ``tracked`` and add ``sums``, the reward sums of a batch (from ``sums_of``); return only the
+    sums that changed.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
     policy gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep ·
@@ -51,7 +51,8 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
 
 
 def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None:
-    """Return the mean of ``rewards`` without the ones in ``own`` (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
+    """Return the mean of ``rewards`` after removal of the rewards ``own`` (leave-one-out: RLOO, arXiv 2402.14740, eq.
+    8).
 
     ``rewards`` must include ``own``; the result is None if nothing else is in it. The sum is rounded once, so that the
     order of ``rewards`` has no influence.
@@ -61,8 +62,8 @@ def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None
 
 
 def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:
-    """Return ``(sum of rewards, number of rewards)`` of each bucket and of all rewards. The order of the given
-    ``(bucket, reward)`` pairs has no influence."""
+    """Return ``(sum of rewards, number of rewards)`` of each bucket and of all buckets together. The result does not
+    depend on the order of the ``(bucket, reward)`` pairs."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for bucket, reward in rewards:
         for name in _counted(bucket):

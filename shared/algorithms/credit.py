@@ -1,4 +1,5 @@
-"""Credit assignment of rewards: to the last token of a trajectory, to all its tokens, or to the tokens of a turn.
+"""Credit assignment: the reward is placed at the last token of a trajectory, at all its tokens, or at the tokens of a
+turn.
 
 A turn is a run of scored tokens; observations between two turns have mask 0.
 
@@ -20,7 +21,7 @@ __all__ = ["Turns", "at_last_token", "to_tokens", "turn_returns", "turns", "turn
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Numbers of the turns in a batch: the turn of each token, and the range of turns of each trajectory.
+    """Turns of a batch, numbered from 0: the turn of each token, and the range of turns of each trajectory.
 
     Attributes:
         turn_T: number of the turn of each token among all turns of the batch, from 0; -1 where the mask is 0.

@@ -1,5 +1,4 @@
-"""Importance weights that correct for samples drawn from another policy than the trained one; bounded, without
-gradient.
+"""Bounded importance weights, without gradient, for samples from a policy other than the trained policy.
 
 Used if the sampler's log-probs differ from the trainer's for the same weights, and in decoupled PPO.
 

@@ -27,7 +27,7 @@ def k1(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
 
 
 def k2(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
-    """``(log pi - log pi_ref)² / 2``: biased, but its gradient is that of the KL."""
+    """``(log pi - log pi_ref)² / 2``: biased, but its expected gradient is the gradient of the KL."""
     return (logprobs_M - reference_logprobs_M).square() / 2
 
 

@@ -1,4 +1,4 @@
-"""Exclusion and punishment of overlong completions (DAPO, arXiv 2503.14476, §3.4).
+"""Overlong completions: exclusion from the loss, and a penalty on the reward (DAPO, arXiv 2503.14476, §3.4).
 
 Shape legend: B = trajectories.
 """
@@ -11,7 +11,8 @@ __all__ = ["overlong_filter", "soft_overlong_punishment"]
 
 
 def overlong_filter(truncated_B: Tensor) -> Tensor:
-    """Return a mask of the trajectories that the loss and its denominators count, bool [B]: True if not truncated.
+    """Return a mask, bool [B]: True for trajectories that are not truncated. Only these count in the loss and its
+    denominators.
 
     The reward of a truncated completion does not show how good the complete one would have been. Group statistics
     still count this reward.

@@ -77,8 +77,8 @@ def clipped_ratio_loss(
 
 
 def clipped(ratio_M: Tensor, advantages_M: Tensor, *, low: float, high: float) -> PolicyLoss:
-    """``max(-A r, -A clip(r, low, high))`` for advantages A and ratios r, which may be ratios of tokens or of
-    sequences."""
+    """``max(-A r, -A clip(r, low, high))`` for advantages A and ratios r; a ratio may be that of a token or of a
+    sequence."""
     loss_M = torch.maximum(-advantages_M * ratio_M, -advantages_M * ratio_M.clamp(low, high))
     ratio_M = ratio_M.detach()
     return PolicyLoss(

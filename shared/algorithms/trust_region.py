@@ -1,4 +1,4 @@
-"""Alternatives to PPO's clip for keeping the policy near the one that sampled.
+"""Alternatives to PPO's clip that keep the policy near the policy that sampled the data.
 
 Shape legend: M = scored tokens.
 """
@@ -74,7 +74,8 @@ def dppo_loss(
     divergence_high: float,
     max_weight: float,
 ) -> PolicyLoss:
-    """``-sg(min(r, max_weight)) · A · log pi`` within a region of total variation (DPPO-Binary-TV, arXiv 2602.04879).
+    """``-sg(min(r, max_weight)) · A · log pi`` within a total-variation trust region (DPPO-Binary-TV, arXiv
+    2602.04879).
 
     A token is removed from the loss once its *probability* has moved further than the bound in the direction of its
     advantage; before that, the ratio of a rare token may change a lot.

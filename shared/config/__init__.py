@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that defines ``name`` only on first use: scorer processes need neither job files nor service
+    """Import the module that defines ``name`` on first use, because scorer processes need neither job files nor service
     settings."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,7 +25,7 @@ class LocalConfig(StrictModel):
 
 class FSDPConfig(StrictModel):
     """PyTorch FSDP2: weights, gradients and optimizer moments are sharded over the ranks. Decoder blocks of Llama, Qwen
-    and Mixtral are gathered one by one, any other causal language model whole.
+    and Mixtral are gathered one by one; any other causal language model is gathered as a whole.
 
     With `model.dtype: bfloat16` the shards of trained weights are kept in float32 and blocks compute in bfloat16
     (mixed precision).
@@ -55,8 +55,7 @@ class FSDPConfig(StrictModel):
 
     @property
     def model_parallel(self) -> int:
-        """Number of ranks that train on the same groups: always 1, because with FSDP each rank trains on groups of its
-        own."""
+        """Number of ranks that train on the same groups: always 1, because with FSDP each rank has its own groups."""
         return 1
 
 

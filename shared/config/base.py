@@ -32,8 +32,8 @@ OptionalFileName = Annotated[str | None, "file"]
 
 
 def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ``(dotted key, value)`` for each set field that names code (``what`` = "code") or a file (``what`` =
-    "file"), in ``model`` and its sections. The keys begin with ``where``."""
+    """Yield ``(dotted key, value)`` for each field of ``model`` and its sections that has a value and names code
+    (``what`` = "code") or a file (``what`` = "file"). ``where`` is the prefix of the keys."""
     for key, field in type(model).model_fields.items():
         value = getattr(model, key)
         if isinstance(value, str) and what in field.metadata:
@@ -79,8 +79,8 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
         self._seen: set[int] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Check a mapping, and expand its merge keys (`<<`): own keys override merged keys, and keys of earlier merged
-        mappings override keys of later ones.
+        """Check a mapping and expand its merge keys (`<<`). Own keys override merged keys; of several merged mappings,
+        the first one wins.
 
         This replaces PyYAML's own merge, because its versions disagree: in 6.0.4 a later mapping of a list overrides an
         earlier one.
@@ -112,7 +112,8 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
 
 
 def _identity(key: yaml.Node) -> tuple[str, str] | int:
-    """Return a dictionary key for a node: equal for scalar nodes of the same tag and text, else unique to the node."""
+    """Return a dictionary key for a YAML node. Scalar nodes with the same tag and text have equal keys; the key of any
+    other node is unique."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
@@ -129,7 +130,7 @@ def _check_keys(node: yaml.MappingNode) -> None:
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping.
+    """Read the YAML file ``path``, which must contain a mapping.
 
     Raises:
         ConfigError: the file is missing, is not YAML (line and column are named), has a key twice or is not a mapping.
@@ -158,7 +159,7 @@ def parse_yaml(text: str, *, where: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """Parse ``a.b=3`` into ``(["a", "b"], 3)``; the value is parsed as YAML."""
+    """Parse an override such as ``a.b=3`` into ``(["a", "b"], 3)``; the value is parsed as YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key.strip():
         raise ConfigError(f"override '{text}' must look like key.subkey=value")

@@ -125,8 +125,8 @@ Source = Annotated[
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Return the name of each source: its `name`, or else its type, with a number from the second source of a type
-    on."""
+    """Return the name of each source: its `name`, or else its type. The second and later sources of one type get a
+    number: `file`, `file-2`."""
     names = [source.name or "" for source in sources]
     for place, source in enumerate(sources):
         numbered = (source.type if number == 1 else f"{source.type}-{number}" for number in count(1))

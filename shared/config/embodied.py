@@ -53,7 +53,7 @@ class ImageConfig(StrictModel):
 
     @property
     def picture(self) -> Picture:
-        """These image settings as a ``Picture``, which the request for a session carries to the env service."""
+        """Image settings as a ``Picture``, for the request that opens a simulator session."""
         return Picture(height=self.height, width=self.width, grey=self.grey, frames=self.frames)
 
 
@@ -114,7 +114,7 @@ class SimulatorConfig(SimulatorBase):
     A job whose simulator's observations need more is rejected."""
 
     def reset_id(self, ordinal: int) -> int:
-        """Return the reset id of the draw with this ordinal."""
+        """Return the reset id of position ``ordinal`` in the job's data order."""
         return self.first_reset_id + (ordinal if self.num_reset_ids is None else ordinal % self.num_reset_ids)
 
 
@@ -139,7 +139,7 @@ class EncoderConfig(StrictModel):
 
 
 class PolicyConfig(StrictModel):
-    """Small policy network; the trainer and the rollout workers build the same one."""
+    """Small policy network; the trainer and the rollout workers build equal networks from these keys."""
 
     type: Literal["gaussian", "categorical", "tokens", "squashed"] = "gaussian"
     """Action distribution. `gaussian`: one standard deviation per dimension, independent of the observation;

@@ -93,7 +93,7 @@ class EpisodeConfig(StrictModel):
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Tool schemas in the format of chat templates and OpenAI's API, as far as the job file defines them."""
+        """Tool schemas that the job file defines, in the format of chat templates and OpenAI's API."""
         return []
 
     @property
@@ -228,7 +228,7 @@ AnyEnvironment = Annotated[
 
 
 def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | None) -> int:
-    """Return an upper bound of the tokens after a prompt: those of the policy plus the observations between its
+    """Return an upper bound of the tokens after a prompt: the policy's tokens plus the observations between its
     turns."""
     if environment is None:
         return sampling.max_new_tokens
@@ -236,8 +236,8 @@ def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | Non
 
 
 def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: str = "sampling") -> str:
-    """Return a text for error messages that names the keys which bound the length of a completion, with their values
-    if there are several keys."""
+    """Return the beginning of an error message about completions that do not fit: the keys of the job file that bound
+    their length, with values if there are several keys."""
     if environment is None:
         return f"{key}.max_new_tokens"
     turns = environment.max_turns - 1
@@ -260,7 +260,7 @@ def check_completions(
 
 
 def check_environment(environment: EpisodeConfig | None, reward: RewardConfig, sources: Iterable[Source]) -> None:
-    """Raise ValueError if the sources or the scorers need another environment than the job's."""
+    """Raise ValueError if a data source or a scorer needs another type of environment than the job has."""
     is_verifiers = isinstance(environment, VerifiersConfig)
     for source in sources:
         if isinstance(source, TasksSource) != is_verifiers:

@@ -66,7 +66,7 @@ def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
 
 
 def _deeper(kinds: Iterable[Any], key: str) -> list[str]:
-    """Return ``section.key`` for each section of the types ``kinds`` that has the key ``key``."""
+    """Return ``section.key`` for each section of the models ``kinds`` that has a key named ``key``."""
     fields = [item for kind in kinds if _is_model(kind) for item in kind.model_fields.items()]
     sections = [(name, inner) for name, field in fields for inner in _members(field.annotation) if _is_model(inner)]
     return list(dict.fromkeys(f"{name}.{key}" for name, inner in sections if key in inner.model_fields))
@@ -97,7 +97,7 @@ def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], 
 
 
 def _inside(kind: Any, part: int | str) -> list[Any]:
-    """Return the types allowed at the key or index ``part`` of a value of type ``kind``."""
+    """Return the types that a value of type ``kind`` may have at the key or index ``part``."""
     if _is_model(kind):
         field = kind.model_fields.get(part)
         return [] if field is None else _members(field.annotation)
@@ -118,7 +118,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _tags(kinds: Iterable[Any]) -> list[str]:
-    """Return the values of ``type``, or of ``engine``, that select a model of a union."""
+    """Return the values of the discriminator keys ``type`` and ``engine`` of the models in ``kinds``."""
     models = [kind.model_fields for kind in kinds if _is_model(kind)]
     fields = [fields[tag] for fields in models for tag in ("type", "engine") if tag in fields]
     return [tag for field in fields for tag in get_args(field.annotation) if isinstance(tag, str)]

@@ -42,7 +42,8 @@ class EarlyStopConfig(StrictModel):
 
 
 class KeepBestConfig(StrictModel):
-    """Best checkpoint: request a checkpoint whenever a metric has a new best, and keep the best one beside the newest.
+    """Best checkpoint: request a checkpoint whenever a metric has a new best value, and keep the best checkpoint as
+    well as the newest.
 
     The checkpoint of an evaluation has exactly the weights that were evaluated. When the metric of an update is known,
     the next update may already have begun, so the checkpoint for an update is the first one written after it. An

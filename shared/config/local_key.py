@@ -56,7 +56,7 @@ def ensure_secret(file: Path) -> str:
 
 
 def announce_key(url: str, data_dir: Path) -> None:
-    """Record for ``url`` the data directory of its deployment, so that this user's clients find the deployment's key.
+    """Record the data directory of the deployment at ``url``, so that clients of this user find its API key there.
     Raises OSError."""
     entry = _entry(url)
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -66,7 +66,8 @@ def announce_key(url: str, data_dir: Path) -> None:
 
 
 def withdraw_key(url: str, data_dir: Path) -> None:
-    """Remove the record of ``announce_key``, unless another deployment has replaced it for ``url``. Raises OSError."""
+    """Remove the record that ``announce_key`` wrote, unless another deployment at ``url`` has overwritten it. Raises
+    OSError."""
     entry = _entry(url)
     if entry.is_file() and entry.read_text().strip() == str(data_dir.absolute()):
         entry.unlink()
@@ -85,7 +86,8 @@ def find_key(url: str) -> str | None:
 
 
 def announced_dirs() -> list[Path]:
-    """Return the data directories of this user's deployments, including those that ended without ``withdraw_key``."""
+    """Return the data directories that this user's deployments recorded with ``announce_key``, including deployments
+    that crashed before ``withdraw_key``."""
     found = set()
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
         for entry in (Path.home() / ".penstock" / "urls").iterdir():

@@ -72,8 +72,8 @@ _REFERENCE = re.compile(r"job:([A-Za-z0-9][A-Za-z0-9._-]{0,62})@((?:step:)?[A-Za
 
 
 def parse_reference(text: str) -> tuple[str, str]:
-    """Split ``job:JOB@WHICH`` into ``(job, which)``: the id or name of a job, and the selector of its checkpoint, as
-    for ``choose_checkpoint``.
+    """Split ``job:JOB@WHICH`` into ``(job, which)``: a job's id or name, and the checkpoint to choose (see
+    ``choose_checkpoint``).
 
     Raises:
         ConfigError: the text has another form.

@@ -122,7 +122,7 @@ class VllmConfig(_VllmOptions):
 
 class VllmServerConfig(_VllmOptions):
     """vLLM's HTTP server, which the rollout worker starts as a child process. The worker keeps Penstock's interpreter;
-    the server has that of `penstock engines install vllm` (`penstock up --engine vllm_server`).
+    the server uses the interpreter that `penstock engines install vllm` installs (`penstock up --engine vllm_server`).
 
     Log-probs have the same definition as with engine `vllm`.
     """
@@ -131,8 +131,8 @@ class VllmServerConfig(_VllmOptions):
 
 
 class SglangConfig(_AnyEngine):
-    """An SGLang server, which the rollout worker starts in an interpreter of its own (`penstock engines install
-    sglang`), or one that is already running (PENSTOCK_SGLANG_URL of the worker).
+    """SGLang server. The rollout worker starts it in a separate interpreter (`penstock engines install sglang`), or
+    connects to a running server (PENSTOCK_SGLANG_URL of the worker).
 
     Log-probs are of logits / temperature before `top_p` and `top_k`, and after penalties, biases and `min_new_tokens`.
     """
@@ -209,8 +209,8 @@ def check_engine(
 
 
 def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str) -> None:
-    """Refuse a model that the embedded engine does not decode, as far as the model's config.json shows it. The engine
-    itself refuses the others (``shared/models/architecture.py``).
+    """Raise ConfigError if a model's config.json shows that the embedded engine cannot decode the model. The engine
+    itself rejects models whose config.json does not show it (``shared/models/architecture.py``).
 
     Args:
         described: the config.json.
@@ -250,7 +250,8 @@ def longest_exact(described: Mapping[str, Any]) -> int | None:
 
 
 def _undecoded(kind: str, described: Mapping[str, Any]) -> str:
-    """Return what in a config.json the embedded engine does not decode; empty if there is nothing."""
+    """Name the first property in a config.json that the embedded engine cannot decode; '' if it can decode the
+    model."""
     rope = described.get("rope_parameters") or described.get("rope_scaling")
     rope_type = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     layers = described.get("layer_types")

@@ -323,7 +323,8 @@ def _tls_context(
 
 
 def load_settings(environment: Mapping[str, str] | None = None) -> ServiceSettings:
-    """Read the settings; variables in ``environment`` override those of this process.
+    """Read the settings of this service. Variables in ``environment`` take precedence over the variables of this
+    process.
 
     Raises:
         ConfigError: a variable has an invalid value.

@@ -49,7 +49,7 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """Sizes of a job's data; ``notes`` describe rows that were left out, and parts that could not be checked."""
+    """Sizes of a job's data. ``notes`` describe rows that were left out and checks that were skipped."""
 
     train: tuple[SourceSummary, ...]
     eval: tuple[SourceSummary, ...]
@@ -89,8 +89,8 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
 
 
 def data_of(config: AnyTraining) -> DataSummary:
-    """Return the result of ``check_data`` for a training job. An embodied job has no rows; its held-out reset ids are
-    one source."""
+    """Return the result of ``check_data`` for a training job. An embodied job has no rows; its held-out reset ids count
+    as one source."""
     if not isinstance(config, EmbodiedJob):
         return check_data(config.data)
     episodes = config.evaluation.episodes

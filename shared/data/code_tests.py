@@ -37,7 +37,7 @@ class StreamTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """Call of a function of the program, which ``call`` names. The test passes if the result equals ``returns``."""
+    """Call of the program's function named ``call``. The test passes if the result equals ``returns``."""
 
     call: str
     returns: Any
@@ -49,7 +49,8 @@ CodeTest = StatementTest | StreamTest | CallTest
 
 
 def parse_tests(row: dict[str, Any], name: str, place: str) -> list[CodeTest]:
-    """Parse the tests in field ``name``: one test, a list of tests, or either as JSON text; ``place`` names the row.
+    """Parse the tests in field ``name``: one test, a list of tests, or either of these as JSON text. ``place`` names
+    the row in errors.
 
     Raises:
         DataError: the row lacks the field, or the field holds no test or an invalid test.

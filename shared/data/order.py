@@ -65,7 +65,7 @@ class DataOrder:
         return len(self._source_P)
 
     def __call__(self, ordinal: int) -> Place:
-        """Return the row of ``ordinal`` (from 0)."""
+        """Return the row at position ``ordinal`` (from 0) of the data order."""
         if ordinal < 0:
             raise ValueError(f"ordinal {ordinal} is negative")
         epoch, place = divmod(ordinal, self.rows_per_epoch)
@@ -93,8 +93,8 @@ class DataOrder:
         return self._source_P[order_P], row_P[order_P]
 
     def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row indices at the positions ``steps`` of a source's order, which goes on pass after pass without
-        end."""
+        """Return the row indices at ``steps``, positions in a source's order. After its last row a finite source starts
+        again, while an endless source gives further rows; with `shuffle`, each pass has another order."""
         size = len(self._rows[source])
         passes, indices = np.divmod(steps, size)
         if self._shuffle:
@@ -110,7 +110,7 @@ class DataOrder:
 
 
 def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where: str) -> float:
-    """Return the rank that the user's function gives a row. Exceptions of the function propagate.
+    """Return the rank of a row, computed by the user's function ``rank``. Exceptions of the function propagate.
 
     Raises:
         DataError: the function returned no number.
@@ -122,8 +122,8 @@ def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Split ``total`` into integers in proportion to ``weights``; their sum is ``total`` (largest remainder method:
-    each is off by less than 1)."""
+    """Split ``total`` into integers in proportion to ``weights`` by the largest remainder method. Their sum is
+    ``total``, and each differs from its exact share by less than 1."""
     quotas = [total * w / sum(weights) for w in weights]
     counts = [math.floor(q) for q in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))

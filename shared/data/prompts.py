@@ -18,7 +18,7 @@ __all__ = ["Demonstration", "Prompt", "PromptBuilder", "PromptSource", "Tokenize
 
 
 class Tokenizer(Protocol):
-    """The part of the interface of transformers' tokenizers that this module calls."""
+    """The methods of a transformers tokenizer that this module calls."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Prompt: ``token_ids`` [P] encode ``text``. No completions may be generated for a ``too_long`` prompt.
+    """Prompt: ``token_ids`` [P] encode ``text``. If ``too_long`` is True, no completion may be generated.
 
     ``source`` is the name of the data source that holds ``row``.
     """
@@ -56,7 +56,7 @@ class Demonstration(NamedTuple):
     mask: list[int]
 
     def extended(self, token: int) -> Demonstration:
-        """Return a copy whose answer also has ``token`` at its end, which the loss covers."""
+        """Return a copy with ``token`` appended to the answer; the loss covers this token, too."""
         return Demonstration(self.prompt_ids, [*self.answer_ids, token], [*self.mask, 1])
 
 
@@ -202,8 +202,8 @@ class PromptSource:
         raise IndexError(f"held-out prompt {index} of {self.num_eval}")
 
     def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[Demonstration]]:
-        """Yield ``steps`` batches of demonstrations from the training rows, in a data order with another seed than that
-        of training.
+        """Yield ``steps`` batches of demonstrations from the training rows, shuffled with another seed than in
+        training.
 
         Prompts that are too long are skipped.
 

@@ -1,4 +1,4 @@
-"""Finds and replaces text that must not be stored. Pure functions."""
+"""Search and replacement of text that must not be stored. Pure functions."""
 
 from __future__ import annotations
 

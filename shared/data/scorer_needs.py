@@ -26,7 +26,8 @@ _GIVEN = {"prompt", "completion", "answer"}
 
 
 class ScorerNeeds:
-    """Callable ``(row, place)`` that checks that a row has what the scorers need; ``place`` names the row in errors."""
+    """Callable ``(row, place)`` that checks that a row has all fields that the scorers need; ``place`` names the row in
+    errors."""
 
     def __init__(self, config: RewardConfig, *, has_answer: bool) -> None:
         """Collect the fields that the scorers read. ``has_answer``: rows have a reference answer.

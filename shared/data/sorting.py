@@ -52,7 +52,7 @@ class SortingRows:
 
 
 def _astray(answer: str, draws: random.Random) -> str:
-    """Return a random prefix of ``answer``, followed by random symbols; after each random symbol the answer ends with
+    """Return a random prefix of ``answer`` followed by random symbols. The text stops after each random symbol with
     probability END_ASTRAY."""
     answer = answer[: draws.randrange(min(len(answer), LONGEST_ASTRAY))] + draws.choice(SORTING_SYMBOLS)
     while len(answer) < LONGEST_ASTRAY and draws.random() >= END_ASTRAY:

@@ -64,6 +64,6 @@ class Template:
 
 
 def missing_field(place: str, name: str, row: dict[str, Any], where: str) -> str:
-    """Return the error message for a row that lacks the field ``name``, which ``where`` needs."""
+    """Return an error message: the row lacks the field ``name``, which the configuration key ``where`` needs."""
     fields = ", ".join(sorted(row)) or "none"
     return f"{place}: the row has no field '{name}' that {where} needs; its fields: {fields}"

@@ -165,7 +165,7 @@ def run_blocks_by(model: PreTrainedModel, run_block: RunBlock) -> None:
 
 
 def forget_plan(model: PreTrainedModel) -> None:
-    """Rebuild the plan of ``model`` on next use, because modules were replaced."""
+    """Discard the cached plan of ``model``, because modules were replaced; the next use builds a new plan."""
     _plans.pop(model, None)
 
 
@@ -183,7 +183,7 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return True if ``module`` is a linear layer, without adapter or with one low-rank adapter without options."""
+    """Return True if ``module`` is a linear layer that has no adapter, or one low-rank adapter without options."""
     if not hasattr(module, "base_layer"):
         return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant

@@ -42,7 +42,7 @@ def building(seed: int | None = None) -> Iterator[None]:
 
 @asynccontextmanager
 async def building_apart() -> AsyncIterator[None]:
-    """Hold the lock for a build that a coroutine awaits, without blocking the event loop.
+    """Hold the lock while a coroutine awaits a build, without blocking the event loop.
 
     Inside, ``building`` does not wait in the coroutine itself, in its tasks and in threads of ``asyncio.to_thread``.
     """
@@ -56,7 +56,8 @@ async def building_apart() -> AsyncIterator[None]:
 
 
 def _is_held_here() -> bool:
-    """Return True if this context belongs to the present owner of the lock, not to the owner of an earlier build."""
+    """Return True if the caller runs inside the build that holds the lock now; contexts left from earlier builds do not
+    count."""
     return any(_owner.get() is owner for owner in list(_building))
 
 

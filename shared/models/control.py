@@ -1,4 +1,4 @@
-"""Small networks beside a policy in a simulator: critics, value networks, the temperature.
+"""Small networks trained beside the policy of an embodied job: critics, value networks, the temperature of SAC.
 
 Shape legend: B = transitions, O = components of an observation, A = components of an action, C = critics.
 """

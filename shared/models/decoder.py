@@ -68,7 +68,7 @@ def _decode(plan: Plan, tokens: PackedTokens, routes: Routes | None) -> Tensor:
 
 
 def rope_at(plan: Plan, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [T, 1, d] of the model's own rotary embedding at these positions."""
+    """Return cosines and sines [T, 1, d] of the model's own rotary embedding at ``position_ids_T``."""
     cos_1Td, sin_1Td = plan.rotary(plan.embedding.weight, position_ids_T[None])
     return cos_1Td[0, :, None], sin_1Td[0, :, None]
 

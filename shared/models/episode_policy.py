@@ -107,12 +107,12 @@ class EpisodePolicy(nn.Module, ABC):
         return features_NF
 
     def read(self, observations: Mapping[str, Tensor]) -> Seen:
-        """Return the input of an encoder (the policy's or a value network's): normalized vectors, and images."""
+        """Return the input of the encoder of the policy or of a value network: normalized vectors, and images."""
         numbers_NO = self.normalised(self.numbers(observations))
         return Seen(numbers_NO, tuple(observations[name] for name in self._images))
 
     def numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """Return the concatenated vectors that the policy reads, [N, O]."""
+        """Return all vector observations that the policy reads, concatenated, [N, O]."""
         if not self.vectors:
             image = observations[self._images[0]]
             return image.new_zeros((len(image), 0), dtype=torch.float32)
@@ -139,7 +139,8 @@ class EpisodePolicy(nn.Module, ABC):
         return self._act(self.features(observations), noise_NCA)
 
     def evaluate(self, observations: Mapping[str, Tensor], actions_NCA: Tensor) -> Evaluation:
-        """Return log-probs and entropy for actions that ``act`` of this or another version of the policy returned."""
+        """Return the log-probs and entropy of ``actions_NCA``, which ``act`` of this or another policy version
+        sampled."""
         return self._evaluate(self.features(observations), actions_NCA)
 
     def facts(self) -> dict[str, float]:
@@ -148,8 +149,8 @@ class EpisodePolicy(nn.Module, ABC):
 
     @abstractmethod
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Convert actions to what the simulator accepts, [N, C, ...] in its dtype: clipped, scaled, or the centers of
-        their bins."""
+        """Convert actions to the simulator's format, [N, C, ...] in its dtype, by clipping, scaling or taking the
+        centers of bins."""
 
     @abstractmethod
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
@@ -274,7 +275,7 @@ class SquashedPolicy(EpisodePolicy):
         return Decision(raw_NCA, squashed_logprobs(raw_NCA, mean_NCA, log_std_NCA))
 
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
-        """Return log-probs and entropy. The entropy is that of u in the action ``tanh(u)``, because the entropy of
+        """Return log-probs and entropy. The entropy is that of the Gaussian ``u``, because the entropy of the action
         ``tanh(u)`` has no closed form."""
         mean_NCA, log_std_NCA = self._parameters_of(features_NO)
         entropy_N = gaussian_entropy(log_std_NCA).sum((1, 2))

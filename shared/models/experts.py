@@ -113,7 +113,8 @@ class RouterLoad:
 
 @dataclass(slots=True)
 class Routes:
-    """Routing in the trainer: replays the sampler's selections, or selects experts itself if there are none to replay.
+    """Routing in the trainer: uses the experts that the sampler selected, or, without a recorded selection, selects
+    experts itself.
 
     Attributes:
         replay_TNK: experts to use, any integer type; None: the most likely. The weights of the experts are always
@@ -125,7 +126,7 @@ class Routes:
     load: RouterLoad | None = None
 
     def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
-        """Return the experts to replay, or the most likely ones, int64 [T, K]; see ``Routing.choose``."""
+        """Return the experts to replay, or else the most likely experts, int64 [T, K]; see ``Routing.choose``."""
         replay = self.replay_TNK
         experts_TK = _likeliest(probs_TE, top_k) if replay is None else replay[:, layer].long()
         if self.load is not None:

@@ -85,8 +85,8 @@ def _widen_head(model: PreTrainedModel) -> None:
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel | None = None) -> tuple[int, ...]:
-    """Return the tokens that end a completion: the tokenizer's end of sequence, and those of the model's generation
-    config."""
+    """Return the tokens that end a completion: the tokenizer's end of sequence, and the tokens that the model's
+    generation config names."""
     sources = [tokenizer.eos_token_id]
     if model is not None:
         sources += [model.generation_config.eos_token_id, model.config.eos_token_id]

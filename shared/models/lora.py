@@ -124,7 +124,7 @@ def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a frozen copy of ``model`` that has a copy of its adapters and shares its base weights."""
+    """Return a frozen copy of ``model`` with its own copy of the adapters; both models share the base weights."""
     shared = {id(parameter): parameter for parameter in base_parameters(model).values()}
     twin: PreTrainedModel = copy.deepcopy(model, shared)
     for parameter in adapter_parameters(twin).values():
@@ -177,7 +177,7 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_name(name: str) -> str:
-    """Return the name in files of the parameter that ``named_parameters`` calls ``name``.
+    """Convert a parameter name of ``named_parameters`` to the name that weight files use.
 
     Adapter parameters have the names of peft's files; all others have the names of the model without adapters.
     """

@@ -35,7 +35,7 @@ class Seen(NamedTuple):
 
 
 class Normaliser(nn.Module):
-    """Mean and standard deviation of each component of the observations trained on so far, as buffers in float64.
+    """Mean and standard deviation of each component of all observations trained on so far, as buffers in float64.
 
     These statistics are part of the weights: a version acts on the statistics that it was trained with.
     """

@@ -1,4 +1,4 @@
-"""Common clock of all processes: that of the message bus, which stamps every stored message.
+"""Bus time: all processes use the clock of the message bus, which stamps every stored message.
 
 All times that two processes compare are in bus time: deadlines in the ledger, times at which feedback was received,
 expiry of keys. A process measures the bus clock (``Bus.measure_clock``) and extrapolates with its own monotonic clock,
@@ -20,9 +20,9 @@ MAX_SKEW_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ClockSample:
-    """One measurement of the server's clock: ``wall`` and ``asked`` are this host's wall and monotonic clock at the
-    request, ``answered`` is the monotonic clock at the response, ``server`` the server's clock in between (Unix
-    seconds)."""
+    """One measurement of the server's clock. At the request, this host's clocks were ``wall`` (wall clock) and
+    ``asked`` (monotonic); at the response, ``answered`` (monotonic). In between, the server's clock was ``server``
+    (Unix seconds)."""
 
     wall: float
     asked: float
@@ -36,7 +36,7 @@ class ClockSample:
 
     @property
     def skew_s(self) -> float:
-        """Seconds that this host's wall clock is ahead of the server's; 0.0 if the round trip can explain the
+        """Seconds that this host's wall clock is ahead of the server's; 0.0 if the delay of the request can explain the
         difference."""
         least, most = self.wall - self.server, self.wall + self.round_trip_s - self.server
         return 0.0 if least <= 0.0 <= most else (least + most) / 2

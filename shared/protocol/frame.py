@@ -256,7 +256,7 @@ class _Blobs:
 
 
 def _are_bools(array: NDArray[np.bool_]) -> bool:
-    """Return True if each byte is 0 or 1. Bytes are faster than NumPy for small arrays."""
+    """Return True if each byte is 0 or 1. Works on bytes, which is faster than NumPy for small arrays."""
     if array.nbytes <= _SMALL_BYTES:
         return not array.tobytes().strip(b"\0\1")
     return bool(array.view(np.uint8).max() <= 1)

@@ -66,8 +66,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """Prescribed form of an answer: JSON that fits ``json_schema``, or calls of ``tools``. If both are set, the answer
-    may have either form.
+    """Prescribed form of an answer: JSON that fits ``json_schema``, or calls of ``tools``; if both are set, the model
+    may choose either.
 
     Schemas are JSON texts. ``asked_by`` is the field of the request that prescribes the form.
     """

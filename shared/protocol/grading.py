@@ -27,8 +27,8 @@ GRADER_ERRORS = (
 
 
 class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to open scorers with the configurations ``scorers`` and to score ``sample`` with each of them, within
-    ``deadline_s`` after they are open. Without a sample, a worker only opens them. The sender waits ``wait_s``."""
+    """Request to open the scorers configured in ``scorers``, and to score ``sample`` with each within ``deadline_s``
+    after all are open. Without a sample, the worker only opens the scorers. ``wait_s``: time that the sender waits."""
 
     scorers: list[dict[str, Any]]
     sample: str | None
@@ -57,6 +57,7 @@ def error_text(flag: str, detail: str) -> str:
 
 
 def split_error(text: str) -> tuple[str, str]:
-    """Split a text of ``error_text`` into kind and detail; any other text is the detail of an ``other_error``."""
+    """Split a text that ``error_text`` made into kind and detail. Any other text becomes the detail of an
+    ``other_error``."""
     flag, colon, detail = text.partition(": ")
     return (flag, detail) if colon and flag in GRADER_ERRORS else ("other_error", text)

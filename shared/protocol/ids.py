@@ -25,7 +25,7 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
 
     @classmethod
     def parse(cls, text: str) -> Draw:
-        """Return the draw whose ``str`` is ``text``."""
+        """Parse the text form of a draw, as ``str`` returns it."""
         ordinal, _, n = text.partition(".")
         return cls(int(ordinal), int(n))
 
@@ -40,7 +40,7 @@ def new_job_id() -> str:
 
 
 def new_attempt() -> str:
-    """Return a random id, for example of one attempt to generate the group of a draw."""
+    """Return a random id, for example for an attempt to generate the group of a draw."""
     return secrets.token_hex(8)
 
 

@@ -50,7 +50,7 @@ WarningKind = Literal[
 
 
 class HealthWarning(BaseModel):
-    """Sign that training diverges or learns nothing; the job continues."""
+    """Warning that training diverges or learns nothing; the job continues."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -64,7 +64,7 @@ class HealthWarning(BaseModel):
 
 
 class Condition(BaseModel):
-    """One condition of a job, as in Kubernetes."""
+    """Condition of a job with its status and reason, as in Kubernetes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -99,7 +99,7 @@ class Operation(BaseModel):
 
 
 class JobFailure(BaseModel):
-    """Cause of the failure of a job."""
+    """Cause of a failed job, and the service at fault."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -114,7 +114,7 @@ class JobFailure(BaseModel):
 
 
 class ModelOrigin(BaseModel):
-    """Checkpoint of another job that the job started from, as found at submission."""
+    """Checkpoint of another job from which this job started, resolved when the job was submitted."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -133,7 +133,8 @@ class ModelOrigin(BaseModel):
 
     @property
     def checkpoint(self) -> str:
-        """Reference to the checkpoint by job id and number, which never changes its meaning."""
+        """Reference to the checkpoint by job id and number; unlike names and selectors such as `final`, it always means
+        the same checkpoint."""
         return f"job:{self.job}@{self.number}"
 
 
@@ -150,7 +151,7 @@ class JobLinks(BaseModel):
 
 
 class JobProgress(BaseModel):
-    """Progress of a job."""
+    """Completed policy updates and trained groups of a job."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -165,7 +166,7 @@ class JobProgress(BaseModel):
 
 
 class JobStatus(BaseModel):
-    """Last status observed by the coordinator."""
+    """Status of a job, as the coordinator last observed it."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -77,7 +77,7 @@ class StoredKey(KeyRecord):
 
 
 def key_id(text: str) -> str | None:
-    """Return the id in the key ``text``; '' if the key is malformed, None if ``text`` does not begin as a key does."""
+    """Return the id in the key ``text``; '' if the key is malformed, None if ``text`` does not begin like a key."""
     if not text.startswith(PREFIX):
         return None
     found = _KEY.fullmatch(text)

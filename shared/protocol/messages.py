@@ -61,7 +61,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     def left_s(self, published: float) -> float:
         """Return the seconds left until the deadline of a ticket that its stream stored at ``published`` (bus time).
-        The number of deliveries and the wall clock of the worker's host have no influence."""
+        Redeliveries and the wall clock of the worker's host do not change the result."""
         if self.deadline_s is None:  # written by version 0.1
             return max(0.0, self.deadline - bus_time())
         if clock_skew_s() is None:  # a server without the time in its messages
@@ -79,13 +79,14 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def row_for(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return ``row`` with the environment's rewards of only those completions whose indices are in ``places``."""
+    """Return a copy of ``row`` in which the environment's rewards are restricted to the completions with the indices
+    ``places``."""
     return {**row, JUDGEMENTS: [row[JUDGEMENTS][place] for place in places]} if JUDGEMENTS in row else row
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward per completion. Where ``failed`` is True, the reward is a meaningless 0. ``errors`` has one cause per
-    failure."""
+    """One reward per completion. If ``failed`` is True for a completion, its reward is a placeholder 0. ``errors`` has
+    one cause per failure."""
 
     rewards: list[float]
     failed: list[bool]
@@ -119,8 +120,8 @@ class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of a trainer or rollout worker to the coordinator, which acknowledges it once its effect is stored. Safe
-    to repeat.
+    """Report of a trainer or rollout worker to the coordinator. The coordinator acknowledges a report after it has
+    stored the report's effect. Safe to repeat.
 
     ``hello``: the trainer holds the lease and requests its starting point; the Ack's data has a checkpoint, the last
     trained batch, the digests recorded after that checkpoint, and the batch at which the lineage must be forked, if
@@ -206,7 +207,7 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer to a report or command."""
+    """Reply to a report or command; if ``ok`` is False, ``reason`` says why."""
 
     ok: bool
     reason: str = ""

@@ -1,5 +1,5 @@
-"""Completions in progress in the stream PARTIAL, one frame per completion, with int32 tokens and float32 log-probs as
-in groups."""
+"""Unfinished completions as frames in the stream PARTIAL, one frame per completion, with int32 tokens and float32
+log-probs as in groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _DTYPES = {"token_ids": "int32", "logprobs": "float32"}
 
 
 def recipe_of(prompt_ids: Sequence[int], asked: Sequence[tuple[Sampling, int]]) -> str:
-    """Return a digest of a ticket's requests to an engine: equal digests mean equal requests, seeds included.
+    """Return a digest of the requests that a ticket sends to an engine: equal digests mean equal requests, seeds
+    included.
 
     ``asked`` has the sampling parameters and the number of completions of each request.
     """
@@ -31,7 +32,7 @@ def recipe_of(prompt_ids: Sequence[int], asked: Sequence[tuple[Sampling, int]]) 
 
 
 def encode_partial(sample: Sample, recipe: str) -> bytes:
-    """Encode a completion of the ticket whose requests have the digest ``recipe``.
+    """Encode an unfinished completion of the ticket whose requests have the digest ``recipe``.
 
     A completion with ``finish`` 'abort' is unfinished, and another worker can continue it.
     """

@@ -21,7 +21,7 @@ MAX_PARTS = 1000
 
 
 def part_subject(subject: str) -> str:
-    """Return the subject of the later parts of a payload on ``subject``."""
+    """Return the subject of the second and later parts of a payload whose first part is on ``subject``."""
     return f"{subject}.part"
 
 
@@ -31,7 +31,7 @@ def num_parts(nbytes: int) -> int:
 
 
 def count_of(headers: Mapping[str, str]) -> int:
-    """Return the number of messages of the payload whose first message has these headers.
+    """Return the number of messages that hold a payload; ``headers`` are the headers of the first of these messages.
 
     Raises:
         ProtocolError: the header is not a number from 2 to 1000.

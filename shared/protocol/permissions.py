@@ -29,7 +29,8 @@ _API = "$JS.API"
 
 @dataclass(frozen=True)
 class Permissions:
-    """Subjects (with wildcards) that a role may publish and subscribe to; others are refused."""
+    """Subjects (with wildcards) that a role may publish and subscribe to; the NATS server refuses all other
+    subjects."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -41,7 +42,7 @@ def inbox_of(role: str) -> str:
 
 
 def permissions(role: str) -> Permissions:
-    """Return the permissions of a role. Raises KeyError if it is not in ROLES."""
+    """Return the permissions of a role. Raises KeyError if ``role`` is not in ROLES."""
     publish, subscribe = _TABLE[role]
     if role == OPERATOR:
         return Permissions(publish, subscribe)
@@ -88,8 +89,8 @@ def _key(bucket: str, keys: str = ">") -> str:
 
 
 def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
-    """Return the API subjects by which a role reads the messages of ``subject``: with consumers of its own, or one
-    message at a time. ``direct`` also allows the call ``DIRECT.GET``."""
+    """Return the JetStream API subjects that a role needs to read the messages of ``subject``, by its own consumers or
+    one by one. ``direct`` adds the call ``DIRECT.GET``."""
     return (
         f"{_API}.STREAM.INFO.{stream}",
         f"{_API}.STREAM.MSG.GET.{stream}",
@@ -101,13 +102,13 @@ def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...
 
 
 def _bucket(name: str) -> tuple[str, ...]:
-    """Return the API subjects by which a role reads a bucket."""
+    """Return the JetStream API subjects that a role needs to read a bucket."""
     return _reads(f"KV_{name}", _key(name))
 
 
 def _works(queue: str) -> tuple[str, ...]:
-    """Return the API subjects by which a role takes and acknowledges work of a queue, on servers with or without a
-    domain."""
+    """Return the JetStream API subjects that a role needs to take and acknowledge messages of a work queue, on servers
+    with or without a JetStream domain."""
     return (
         f"{_API}.CONSUMER.CREATE.{queue}.*.{_stream(queue)}",
         f"{_API}.CONSUMER.MSG.NEXT.{queue}.*",
@@ -117,7 +118,7 @@ def _works(queue: str) -> tuple[str, ...]:
 
 
 def _answers(*roles: str) -> tuple[str, ...]:
-    """Return the inbox subjects to which a role sends its answers to requests of ``roles``."""
+    """Return the inbox subjects on which a role replies to requests from ``roles``."""
     return tuple(f"{inbox_of(role)}.>" for role in roles)
 
 

@@ -25,8 +25,8 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of workers: ``replicas`` workers stay, of which ``ready`` are ready; in addition, ``leaving`` workers are
-    draining."""
+    """Numbers of workers of a pool: ``replicas`` workers stay, ``ready`` of these are ready, and ``leaving`` further
+    workers are draining."""
 
     replicas: int
     ready: int

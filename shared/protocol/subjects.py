@@ -120,13 +120,13 @@ def raw(job: str) -> str:
 
 
 def partial(job: str, key: str, place: int) -> str:
-    """Return the subject of completion ``place`` (an index in the group) of the ticket with this key. The stream keeps
-    only its newest message."""
+    """Return the subject of the unfinished completion with index ``place`` in the group of the ticket ``key``. The
+    stream keeps only the newest message of the subject."""
     return f"partial.{job}.{token(key)}.{place}"
 
 
 def partials(job: str) -> str:
-    """Return a filter for all completions in progress of a job."""
+    """Return a filter for all unfinished completions of a job."""
     return f"partial.{job}.*.*"
 
 
@@ -166,7 +166,7 @@ def dead(job: str) -> str:
 
 
 def videos(job: str) -> str:
-    """Return the subject of the films of held-out episodes of a job."""
+    """Return the subject of the videos of held-out episodes of a job."""
     return f"videos.{job}"
 
 
@@ -249,7 +249,7 @@ def heartbeat(service: str, worker: str) -> str:
 
 
 def base_manifest(job: str) -> str:
-    """Return the key in MANIFESTS of the base weights that a job's adapters belong to, for workers whose engine has
+    """Return the key in MANIFESTS of the base weights that a job's adapters extend, for workers whose engine holds
     other base weights."""
     return f"{job}.base"
 
@@ -303,7 +303,7 @@ def replay_progress(request: str) -> str:
 
 
 def score(job: str) -> str:
-    """Return the subject of requests to the reward pool to score the completions of a group (request/reply)."""
+    """Return the subject of requests to the reward pool to score completions of a job (request/reply)."""
     return f"score.{job}"
 
 
@@ -331,7 +331,7 @@ def env(session: str) -> str:
 
 
 def tools(job: str) -> str:
-    """Return the subject of requests to the env pool to execute one tool call of the job (request/reply)."""
+    """Return the subject of requests to the env pool to execute a tool call of the job (request/reply)."""
     return f"env.tools.{job}"
 
 

@@ -30,7 +30,7 @@ policy, or ``stop`` because a budget is used up; the result is an environment's 
 
 
 class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a request uses: the state of ``episode`` after ``number`` answered requests.
+    """State on which a request operates: the state of ``episode`` after ``number`` answered requests.
 
     A worker creates the state if ``number`` is 0, from ``seed`` and ``row`` alone. A worker that has not answered
     exactly that many requests of this episode reports the state as lost and never continues from another one.

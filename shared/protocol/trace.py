@@ -38,7 +38,7 @@ def trace_of(traceparent: str) -> str:
 
 @contextmanager
 def tracing(trace: str) -> Iterator[None]:
-    """Set the trace id of messages and log lines inside the block, including those of tasks started inside."""
+    """Set the trace id of all messages and log lines inside the block, also in tasks that the block starts."""
     token = _trace.set(trace)
     try:
         yield

@@ -45,8 +45,8 @@ FINISH_REASONS = ("stop", "length", "abort")
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
-    """Properties of a group, for the gate that admits groups to batches; they travel in a message header, so that
-    readers need no payload.
+    """Properties of a group that the gate checks before it admits the group to a batch. They travel in a message
+    header, so that readers need no payload.
 
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` is the reason why
     there is no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not
@@ -109,7 +109,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The G trajectories of one draw.
+    """The G trajectories of one draw, all for the same prompt.
 
     Attributes:
         draw: the draw for which a worker generated the group; ``attempt`` is a random id for each time that it did.
@@ -177,8 +177,8 @@ class Group:
         return float(scored[0]) if len(scored) else None
 
     def scored(self, reply: ScoreReply) -> Group:
-        """Return a copy with the rewards of ``reply``. A trajectory is failed if its scoring failed, or if it was
-        failed before."""
+        """Return a copy with the rewards of ``reply``. A trajectory counts as failed if its scoring failed, or if it
+        had already failed."""
         scored = replace(
             self,
             rewards=np.asarray(reply.rewards, np.float32),

@@ -28,8 +28,8 @@ class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):
-    """A problem of the code under ``key``. ``fatal``: the job cannot run; otherwise the code failed only on the
-    example."""
+    """A problem with the user code that the job file names under ``key``. ``fatal`` True: the job cannot run; False:
+    the code failed only on the example."""
 
     key: str
     text: str

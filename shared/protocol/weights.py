@@ -50,7 +50,8 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class SlotRef(msgspec.Struct, frozen=True):
-    """Reference to the bytes of a version: transport, host, and ``handle``, a path or address for the transport."""
+    """Reference to the bytes of a version: the transport, the publisher's host, and ``handle``, a path or address that
+    the transport understands."""
 
     transport: str
     host: str
@@ -59,7 +60,8 @@ class SlotRef(msgspec.Struct, frozen=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Published policy version. ``epoch`` is the trainer's; receivers reject manifests with a lower epoch.
+    """Published policy version. ``epoch`` is the epoch of the trainer's lease; receivers reject manifests with an epoch
+    lower than one they have seen.
 
     ``base`` is the digest of the frozen weights if the tensors are adapters; empty if they are whole weights.
     """
@@ -76,7 +78,7 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightRoutes(msgspec.Struct, frozen=True, kw_only=True):
-    """Transport of each worker of a job, chosen by the coordinator. ``epoch`` rises with every change."""
+    """Weight transport that the coordinator chose for each worker of a job. ``epoch`` rises with every change."""
 
     epoch: int
     transports: dict[str, str]
@@ -105,7 +107,7 @@ def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
 
 
 def slot_name(job: str, number: int, copies_of: str = "") -> str:
-    """Return the name of the file of a slot, which holds the weights of one version.
+    """Return the file name of a slot, a file that holds the weights of one version.
 
     ``copies_of`` is the id of the host whose fetched copy is in the slot; '': the slot of a publisher. ``token``
     escapes dots, so that no job's names are a prefix of another job's.

@@ -1,4 +1,4 @@
-"""Watches the job records and runs one task per non-terminal job. Used by every worker service."""
+"""Watches the job records and runs one session (a task) per non-terminal job. Used by every worker service."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """Part of a job record that holds the phase. It is decoded first, because nothing else is needed for a job that has
-    ended, and most jobs of an old deployment have ended."""
+    """Phase of a stored job record. Only this part is decoded first: most jobs of an old deployment have ended, and the
+    rest of their records is not needed."""
 
     status: _Status = _Status()
 
@@ -62,7 +62,7 @@ OpenServing = Callable[[str, ServingJob], Awaitable[None]]
 
 
 class Breaks:
-    """Reasons why sessions of this process broke, by job, for the heartbeats of the process.
+    """Reasons why sessions of this process failed, by job, for the heartbeats of the process.
 
     A reason is reported until the next session has lasted a while longer than the broken one. Before that, the next
     session may still break for the same reason, for example if an engine takes minutes to fail.
@@ -72,7 +72,7 @@ class Breaks:
         self._reasons: dict[str, tuple[float, str, float]] = {}
 
     def note(self, job: str, error: BaseException, lasted_s: float) -> None:
-        """Record the error that broke a session of a job after ``lasted_s``."""
+        """Record the error that ended a session of a job after ``lasted_s``."""
         cause = first_error(error)
         text, since, now = str(cause) or repr(cause), bus_time(), time.monotonic()
         if job in self._reasons and (self._reasons[job][1] == text or now < self._reasons[job][2]):
@@ -85,7 +85,8 @@ class Breaks:
         self._reasons.pop(job, None)
 
     def add_to(self, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Add ``problem`` and ``problem_since`` (Unix seconds) to heartbeat entries by job; return the entries."""
+        """Add each job's failure to the heartbeat entries ``rows``, as ``problem`` and ``problem_since`` (Unix
+        seconds); return ``rows``."""
         now = time.monotonic()
         for job, (since, text, end) in self._reasons.items():
             if now < end:
@@ -160,7 +161,7 @@ def _trim() -> None:
 
 
 class _Sessions:
-    """Sessions of this process, and the current job files."""
+    """Open sessions of this process, and the current job file of each job."""
 
     def __init__(
         self,
@@ -179,7 +180,8 @@ class _Sessions:
         self._releasing: asyncio.Task[None] | None = None
 
     def follow(self, job: str, config: AnyJob) -> None:
-        """Handle the record of a running job: open its session, or call ``amend`` if the job file changed."""
+        """Handle the record of a running job: open its session if it has none, and call ``amend`` if the job file
+        changed."""
         before, self._configs[job] = self._configs.get(job), config
         if before is not None and before != config:
             self._amend(job, config)

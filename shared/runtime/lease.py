@@ -45,7 +45,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """Lease of one holder: call ``acquire``, run ``keep`` beside the work, then call ``release``.
+    """Lease of one holder: call ``acquire``, run ``keep`` while the work runs, then call ``release``.
 
     ``held`` and ``check`` may be called from any thread. ``hung_s``: see ``HUNG_S``.
     """
@@ -64,7 +64,8 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """True if the lease is held and was renewed recently enough that no other process can hold it."""
+        """True if this process holds the lease, and renewed it recently enough that no other process can have taken
+        it."""
         return self._held and time.monotonic() - self._renewed < self.lease_s
 
     def check(self) -> None:
@@ -123,8 +124,8 @@ class Lease:
         raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
 
     async def _renew_meanwhile(self) -> None:
-        """Renew the lease over the holder's own connection if a renewal is due, while the renewing thread is not
-        connected yet.
+        """Renew the lease over the holder's own connection if a renewal is due. This bridges the time until the
+        renewing thread has connected.
 
         Raises Fenced.
         """
@@ -212,8 +213,8 @@ class Lease:
 
 
 class _Renewing:
-    """Thread that renews one lease. When the thread stops, the future ``over`` completes, and ``reason`` says why it
-    stopped."""
+    """Thread that renews one lease. When the thread stops, the future ``over`` completes, and ``reason`` has the
+    cause."""
 
     def __init__(self, lease: Lease, bus: Bus) -> None:
         self._lease, self._bus = lease, bus
@@ -230,7 +231,7 @@ class _Renewing:
         threading.Thread(target=self._run, name=f"lease {self._lease.key}", daemon=True).start()
 
     async def stop(self) -> None:
-        """Stop the thread and wait for it, even if this task is cancelled meanwhile."""
+        """Stop the thread and wait until it has stopped, even if this task is cancelled during the wait."""
         with self._lock:
             self._stopped = True
             if self._inside is not None:
@@ -287,7 +288,7 @@ class _Renewing:
 
 
 class _Silence:
-    """Measures for how long an entry has been observed without interruption and without a change.
+    """Measures how long the entry of a lease has stayed unchanged while this process could read it.
 
     An interruption (the bus was unreachable, this process was suspended) restarts the measurement.
     """
@@ -298,8 +299,8 @@ class _Silence:
         self._since = self._before = 0.0
 
     def observe(self, entry: Entry | None, reconnects: int, asked: float) -> float:
-        """Return the seconds between the first observation of this revision and ``asked``, the start of the newest
-        read."""
+        """Return for how many seconds ``entry`` has been observed unchanged. ``asked``: time at which the read of
+        ``entry`` began."""
         now = time.monotonic()
         what = (entry.revision if entry is not None else 0, reconnects)
         if what != self._what or now - self._before > self._longest_gap_s:

@@ -1,4 +1,4 @@
-"""Complete ledger of a job: segments in an archive, then the entries that remain in the stream LEDGER.
+"""Reader of a job's complete ledger: first the archived segments, then the entries that remain in the stream LEDGER.
 
 The writer of a ledger moves old entries from the stream to segments::
 
@@ -137,7 +137,7 @@ def _sync(folder: Path) -> None:
 
 
 def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
-    """Return the segment that the headers of a ledger entry name; None if nothing was archived before the entry."""
+    """Return the archived segment that the headers of a ledger entry name; None if they name none."""
     text = headers.get(ARCHIVED)
     if text is None:
         return None
@@ -148,13 +148,13 @@ def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
 
 
 def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
-    """Return the newest segment that the headers of these entries name; None if they name none."""
+    """Return the newest segment that the headers of ledger entries name; None if they name no segment."""
     found = (segment_of(message.headers, job) for message in messages)
     return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
 
 
 def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | None) -> tuple[Segment, bytes]:
-    """Build the segment after ``before`` from these entries (at least one); return the segment and its bytes."""
+    """Build the segment that follows ``before`` from at least one entry; return the segment and its bytes."""
     header = {"job": job, "number": before.number + 1 if before else 1, "before": before.name if before else ""}
     records = (_RECORD.pack(entry.seq, len(entry.data)) + entry.data for entry in entries)
     data = b"".join([MAGIC, msgspec.json.encode(header), b"\n", *records])
@@ -180,7 +180,7 @@ def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]
 
 
 def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
-    """Return the previous segment, which the header of a segment names; None for the first segment."""
+    """Return the segment before ``segment``, as the header of ``segment`` names it; None for the first segment."""
     header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
     before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
     if header["job"] != job or (before.number if before else 0) != segment.number - 1:
@@ -201,7 +201,7 @@ def _fetch(archive: LedgerArchive | None, job: str, segment: Segment) -> bytes:
 
 
 def _chain(archive: LedgerArchive | None, job: str, newest: Segment) -> list[Segment]:
-    """Return all segments up to ``newest``, in order; verifies each one's digest."""
+    """Return all segments up to ``newest``, in order, after verification of each segment's digest."""
     found = [newest]
     while True:
         data = _fetch(archive, job, found[-1])

@@ -103,8 +103,8 @@ def run_service(factory: ServiceFactory) -> None:
 
 
 def _leave_threads(code: int) -> NoReturn:
-    """Exit the process with ``code`` at once. Threads that wait for a lost rank, or compute a long step, might never
-    end."""
+    """Exit the process with ``code`` at once, without waiting for threads: a thread that waits for a lost rank, or
+    computes a long step, might never end."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -216,7 +216,8 @@ class _Process:
                 log.warning("waiting for the bus: %s", error)
 
     async def _ensure_streams(self, bus: Bus) -> bool:
-        """Create the streams (coordinators) or wait for them (other services); return True once all exist.
+        """Create the streams (coordinator) or wait until a coordinator has created them (other services); then return
+        True.
 
         Sizes of existing streams do not change here. Only the coordinator's own service changes them, because the
         settings of two services could conflict.
@@ -243,7 +244,8 @@ class _Process:
             await asyncio.sleep(RETRY_S)
 
     async def _measure_clock(self, bus: Bus) -> bool:
-        """Measure how far this host's clock is off the bus's, with retries; return True once that succeeded.
+        """Measure the offset between this host's clock and bus time, with retries until a measurement succeeds; then
+        return True.
 
         A warning is logged when the clock becomes wrong.
         """
@@ -275,7 +277,7 @@ class _Process:
             LOOP_LAG.set(max(loop.time() - due, 0.0))
 
     async def _sign(self) -> None:
-        """Send one heartbeat. The last heartbeat, after draining, has ``ready`` False, so that the coordinator does not
+        """Send one heartbeat. After a drain the last heartbeat has ``ready`` False, so that the coordinator does not
         report the process as lost."""
         settings, bus, service = self._settings, self._bus, self._service
         assert bus is not None

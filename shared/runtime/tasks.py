@@ -36,7 +36,7 @@ _ended: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
 class Deadline:
-    """Deadline ``seconds`` from now on the monotonic clock, shared by the steps of one operation."""
+    """Deadline that is ``seconds`` from now (monotonic clock); the steps of one operation share one deadline."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -69,22 +69,22 @@ class WorkSlice:
         self._began = time.monotonic()
 
     async def end(self) -> None:
-        """End the work on one item: let other tasks run if this slice has lasted ``seconds``."""
+        """Mark the end of the work on one item; let other tasks run if this slice of work has lasted ``seconds``."""
         if time.monotonic() - self._began >= self.seconds:
             await asyncio.sleep(self.rest_s)
             self._began = time.monotonic()
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if this task was cancelled. A failing TaskGroup drops the cancellation (until Python
-    3.13)."""
+    """Raise CancelledError if this task was cancelled. Until Python 3.13 this check is needed after a TaskGroup that
+    failed, because such a TaskGroup drops the cancellation."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 async def unexpected(work: Awaitable[None]) -> Exception | None:
-    """Await ``work`` and return the exception that ended it, of any type, or None. This keeps a bug in one task from
+    """Await ``work``; return the exception that ended it (of any type), or None. This keeps a bug in one task from
     ending other tasks.
 
     The work has a task of its own: until Python 3.13 a TaskGroup whose tasks fail at the end of its block leaves its
@@ -116,8 +116,8 @@ def first_error(error: BaseException) -> BaseException:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order. The first error cancels the others and is
-    raised when they have ended."""
+    """Run coroutines concurrently and return their results in order. If one fails, cancel the others, wait until they
+    have ended, and raise its error."""
     running = [asyncio.create_task(work) for work in works]
     try:
         if running:
@@ -131,7 +131,7 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, in any way.
+    """Cancel tasks and wait until they have ended, by cancellation or otherwise.
 
     Each task is cancelled once: its cleanup continues if this wait is cancelled, or if a second wait begins. A task
     that has not ended after AGAIN_S may have lost its cancellation, and is cancelled again.
@@ -174,7 +174,7 @@ async def retry(
     first_pause_s: float = 0.05,
     longest_pause_s: float = 2.0,
 ) -> T:
-    """Repeat ``attempt`` while it raises one of ``on``, with doubling, randomised pauses in between; return its result.
+    """Repeat ``attempt`` while it raises one of the errors ``on``, with doubling, randomised pauses; return its result.
 
     Raises:
         DeadlineError: no attempt succeeded in time; the message names ``what``, and the last error unless the last
@@ -231,7 +231,7 @@ class Background:
 
 
 class Inbox:
-    """Queue of updates for the leader of a job, which applies them one at a time and in order, between its decisions.
+    """Queue of updates for the leader of a job. The leader applies them one at a time, in order, between its decisions.
 
     An update (``fact``) is a coroutine function that the leader calls.
     """
@@ -256,13 +256,13 @@ class Inbox:
         return await done
 
     def wake(self) -> None:
-        """Make ``take`` return soon."""
+        """Make the current or the next ``take`` return without waiting for an update."""
         with contextlib.suppress(asyncio.QueueFull):  # a full inbox wakes the leader anyway
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
         """Wait for an update, then apply queued updates for at most ``within_s`` seconds, so that the leader's next
-        decision takes many updates into account.
+        decision considers many updates at once.
 
         Later updates stay queued, because the leader checks the desired state and deadlines in between. ``rest_s``:
         longest wait for the first update (seconds); None: ``within_s``.

@@ -1,4 +1,5 @@
-"""Processes that run code of users: they die with their service, and can be killed with all that they started.
+"""Processes that run code of users. They end when their service ends, and can be killed together with all processes
+that they started.
 
 A trial is such a process. ``run_trial`` starts ``python -m MODULE FD PARENT``, whose ``main`` calls ``serve_trial``.
 Messages over FD are length-prefixed msgpack; output of user code goes to standard error.
@@ -40,7 +41,7 @@ _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
 class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
-    """Message from the process of a trial that an action begins: ``what`` is done with the code under ``key``.
+    """Message from a trial process before each action: it is about to do ``what`` with the user code under ``key``.
     ``fatal`` is as in ``Attempts.at``."""
 
     key: str
@@ -49,14 +50,14 @@ class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
 
 
 class _Done(msgspec.Struct, frozen=True, tag="done"):
-    """Message from the process of a trial that the trial has ended."""
+    """Message from a trial process: the trial has ended."""
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
 
 
 async def run_trial(module: str, request: TrialRequest) -> TrialReply:
-    """Run a trial in a process of its own, which is killed at its time limit, and return the findings.
+    """Run a trial in a separate process, which is killed at its time limit, and return the findings.
 
     Raises:
         Unavailable: the sender of the request no longer waits, or no process can be started.
@@ -157,7 +158,7 @@ async def kill_group(process: asyncio.subprocess.Process) -> None:
 
 
 class Attempts:
-    """Runs the actions of a trial that need code of the user, and reports each attempt and each failure."""
+    """Runs the actions of a trial that execute user code, and reports the start and any failure of each action."""
 
     def __init__(self, service: str, send: Callable[[_Doing | Finding], None]) -> None:
         self._service, self._send = service, send
@@ -185,8 +186,8 @@ class Attempts:
 
 
 def serve_trial(service: str, try_out: Callable[[TrialRequest, Attempts], None]) -> NoReturn:
-    """Run one trial, as the ``main`` of a module that ``run_trial`` starts; ``service``: name of the service that
-    starts it."""
+    """Run one trial in this process, then exit. A module that ``run_trial`` starts calls this function from its
+    ``main``; ``service`` is the name of the service that started it."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent, service)
@@ -200,7 +201,8 @@ def serve_trial(service: str, try_out: Callable[[TrialRequest, Attempts], None])
 
 
 def die_with(parent: int, service: str) -> None:
-    """Make the kernel send SIGKILL when ``parent`` dies, because hanging user code ignores a closed channel."""
+    """Make the kernel kill this process (SIGKILL) when ``parent`` dies. User code that hangs would not notice a closed
+    channel."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -213,8 +215,8 @@ def described(what: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException | None) -> str:
-    """Return file and line of the innermost frame of ``error`` in user code, in brackets. Without such a frame, use the
-    innermost one in an installed package; return '' if there is none either."""
+    """Return `` (FILE, line NUMBER)`` for the innermost frame of ``error`` in user code, or else in an installed
+    package; '' if there is no such frame."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     outside = [frame for frame in frames if not frame.filename.startswith(("<", *_OWN))]
     written = [f for f in outside if _PACKAGES not in f.filename and not f.filename.startswith(_STANDARD)]

@@ -1,4 +1,4 @@
-"""Collects the output of one run, and stops it at its time limit or its output limit."""
+"""Collects the output of one run, and stops the run at its time limit or its output limit."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class _Run:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the next deadline."""
+        """Seconds until the deadline of the run's current phase."""
         return max(0.0, self._deadline - time.monotonic())
 
     def read(self, descriptor: int) -> bool:
-        """Read the next bytes from ``descriptor``; return True once no more bytes can follow."""
+        """Read the next bytes from ``descriptor``; return True if no more bytes will come."""
         if descriptor not in self._written:
             message = self._channel.recv(256)
             if not message:

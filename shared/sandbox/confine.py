@@ -1,4 +1,4 @@
-"""Permanent drop of a run's rights, in an order in which no step takes the rights that a later step needs."""
+"""Drops the rights of a run permanently, in a fixed order: no step drops a right that a later step needs."""
 
 from __future__ import annotations
 

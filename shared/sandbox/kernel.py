@@ -93,7 +93,8 @@ def unmount(target: str) -> None:
 
 
 def protect_mounts(target: str, *, below: bool) -> None:
-    """Make a mount read-only and without set-user-id, and with ``below`` all mounts in it. Raises OSError."""
+    """Make a mount read-only and ignore set-user-id bits on it; with ``below``, also on all mounts below it. Raises
+    OSError."""
     change = _MountAttributes(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
     flags = _AT_RECURSIVE if below else 0
     syscall("mount_setattr", _AT_FDCWD, target.encode(), flags, ctypes.byref(change), ctypes.sizeof(change))

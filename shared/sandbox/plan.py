@@ -1,4 +1,4 @@
-"""Messages between handle, warden and run: limits, mechanisms of containment, one job, its outcome."""
+"""Messages between three processes: the service that uses the sandbox (the handle), the warden, and a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STOP = b"stop"
 
 
 class Plan(NamedTuple):
-    """Settings of a warden, which never change while it runs."""
+    """Settings of a warden, constant for its lifetime."""
 
     mechanism: Mechanism
     parent: int
@@ -43,7 +43,8 @@ class Plan(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Program of a run, and steps (calls or statements) to execute after it; without steps, it runs as a script."""
+    """Program of a run, and steps (calls or statements) that are executed after the program. Without steps, the program
+    runs as a script."""
 
     program: str
     steps: list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Test statements that judge a program, executed in a different process than the program.
+"""Executes the test statements that judge a program in a different process than the program.
 
 Both processes run in sandboxes of their own, joined by two pipes. The judge executes the statements; a name that
 neither they nor Python's builtins define is looked up in the program. Only data crosses the pipes: numbers, text and
@@ -67,7 +67,8 @@ class Gone(Exception):  # noqa: N818  no error of the judge
 
 
 class _Peer:
-    """One end of the connection. It stores the objects to which the other end refers by number."""
+    """One end of the connection between judge and program. It stores the objects to which the other end refers by
+    number."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), write
@@ -75,7 +76,7 @@ class _Peer:
         self._numbers: dict[int, int] = {}
 
     def ask(self, *message: Any) -> Any:
-        """Send a request and return the reply; meanwhile, serve requests of the other end."""
+        """Send a request and return the reply. While waiting, serve requests of the other end."""
         self._send(message)
         return self.wait()
 
@@ -94,7 +95,7 @@ class _Peer:
                 self.serve(kind, rest)
 
     def serve(self, kind: Any, rest: list[Any]) -> None:
-        """Execute a request of the other end by ``carry_out``, and send the result or the exception."""
+        """Execute a request of the other end by ``carry_out``, and send back the result or the exception."""
         try:
             answer = ["ok", self.encode(self.carry_out(kind, rest))]
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a program or a test
@@ -129,7 +130,8 @@ class _Peer:
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
-        """Return ``value`` in JSON form. An object that is not data is stored here, and its number is sent instead."""
+        """Return ``value`` in JSON form. For an object that is not plain data, store the object at this end and return
+        its number."""
         if type(value) is int and value.bit_length() > _LONG_BITS:
             return {"t": "int", "v": hex(value)}
         if value is None or type(value) in (bool, *_PLAIN):
@@ -142,7 +144,7 @@ class _Peer:
         return self._encode_like(value)
 
     def _encode_like(self, value: Any) -> Any:
-        """Encode containers, and instances of subclasses of numbers and text, by value, without their class."""
+        """Encode, by value and without their class: containers, and instances of subclasses of numbers and text."""
         found: Any = None
         if isinstance(value, str):
             return str.__str__(value)
@@ -168,7 +170,7 @@ class _Peer:
         raise NotImplementedError
 
     def keep(self, value: Any) -> int:
-        """Store an object, and return the number by which the other end refers to it."""
+        """Store an object at this end, and return the number by which the other end refers to it."""
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
@@ -232,8 +234,8 @@ class _Peer:
 
 
 def _private(read: int, write: int) -> tuple[int, int]:
-    """Duplicate two pipe ends to new descriptors and return these. Afterwards the old descriptor for reading is at its
-    end, and writes to the old descriptor for writing are discarded."""
+    """Duplicate two pipe ends to new descriptors, and return the new descriptors. Reads from the old ones then return
+    end of file, and writes to them are discarded."""
     private = os.dup(read), os.dup(write)
     nothing, closed = os.pipe()
     os.close(closed)
@@ -295,7 +297,7 @@ for _name in (*_UNARY, *_BINARY, *_ITEMS, *_COMPARISONS):
 
 
 class _Judge(_Peer):
-    """The judge's end of the connection. The program may call functions that tests passed to it, and nothing else."""
+    """The judge's end of the connection. The program may call only functions that tests passed to it."""
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)
@@ -325,7 +327,8 @@ class _Judge(_Peer):
         return self.ask("op", name, [self.encode(each) for each in operands])
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """Call a function of a test, as the program requested, and return its result; refuse any other request."""
+        """Call a function of a test because the program requested it, and return its result; refuse any other
+        request."""
         if kind != "back":
             raise Gone(f"a program cannot ask for '{kind!r:.20}'")
         number, args, kwargs = rest
@@ -422,7 +425,7 @@ class RemoteNames(dict[str, Any]):
 
 
 class _Program(_Peer):
-    """The program's end of the connection, in the program's process."""
+    """The program's end of the connection; runs in the program's process."""
 
     def __init__(self, read: int, write: int, names: dict[str, Any]) -> None:
         super().__init__(read, write)
@@ -463,7 +466,8 @@ class _Program(_Peer):
         raise (found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError)(text)
 
     def answer_all(self) -> None:
-        """Answer requests until the judge ends. Output of functions is printed in the judge's process."""
+        """Answer the judge's requests until the judge ends. Text that the program's functions print appears in the
+        judge's output."""
         self._send(["ok", None])
         sys.stdout.flush()
         sys.stdout = io.StringIO()
@@ -480,7 +484,7 @@ class _Program(_Peer):
 
 
 class _Given:
-    """The program's handle of a function of a test; a call of it is a request to the judge."""
+    """The program's handle of a function that a test passed to it; calling the handle sends a request to the judge."""
 
     def __init__(self, peer: _Program, number: int) -> None:
         self.peer, self.number = peer, number
@@ -492,7 +496,7 @@ class _Given:
 
 
 def serve(program: str, names: dict[str, Any], read: int, write: int) -> int:
-    """Execute a program, then answer the judge until it ends; return the exit status.
+    """Execute a program, then answer the judge's requests until the judge ends; return the exit status.
 
     ``read`` and ``write`` are the pipes; reads and writes of the program by these numbers have no effect.
     """

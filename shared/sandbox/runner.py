@@ -73,7 +73,7 @@ def _read_all(descriptor: int) -> bytes:
 
 
 def _fresh_main(packages: list[str]) -> dict[str, Any]:
-    """Return a namespace in which the program runs as if it were the script of a new interpreter."""
+    """Return a fresh ``__main__`` namespace, in which the program runs like the script of a new interpreter."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "penstock"]:
         del sys.modules[name]
     sys.path[:] = [*_STANDARD_LIBRARY, *packages]
@@ -85,7 +85,7 @@ def _fresh_main(packages: list[str]) -> dict[str, Any]:
 
 
 def _execute(job: Job, names: dict[str, Any]) -> int:
-    """Execute the program and its steps; return the exit status. An exception ends both without a traceback."""
+    """Execute the program, then its steps; return the exit status. An exception ends the run without a traceback."""
     try:
         if job.role == "program":
             return serve(job.program, names, 0, 1)
@@ -100,8 +100,8 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 
 
 def _judge(job: Job) -> int:
-    """Execute the steps of a judge; return the exit status. Names that the steps do not define are looked up in the
-    program's process."""
+    """Execute the steps of a judge; return the exit status. Names that neither the steps nor Python define are looked
+    up in the program's process."""
     try:
         names = RemoteNames(0, 1, [each for step in job.steps for each in step.get("own", ())])
     except (Gone, OSError, ValueError):  # the program did not complete
@@ -112,7 +112,7 @@ def _judge(job: Job) -> int:
 
 
 def _wind_up(names: dict[str, Any]) -> None:
-    """Perform the steps of an interpreter shutdown on which programs rely; a complete shutdown would take too long."""
+    """Perform the parts of an interpreter shutdown on which programs rely. A complete shutdown would take too long."""
     with contextlib.suppress(*_WHATEVER):
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:

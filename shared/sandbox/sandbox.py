@@ -64,7 +64,8 @@ def breaches(folder, port, parent):
 
 
 def breaches(run: Callable[[Job], dict[int, Any]]) -> list[str]:
-    """Return the forbidden actions that succeeded in a test program; empty if containment holds."""
+    """Run a test program that attempts forbidden actions; return the attempts that succeeded (empty if containment
+    holds)."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as local:
         secret = Path(folder, "secret")
         secret.write_text("secret")
@@ -175,7 +176,8 @@ class Sandbox:
             self._process = None
 
     def run(self, job: Job, stdin: str, limit_s: float) -> Outcome:
-        """Execute a job within ``limit_s`` of wall-clock time, counted from when it is contained.
+        """Execute a job within ``limit_s`` seconds of wall-clock time. The time counts from the moment at which the job
+        is contained.
 
         Raises:
             SandboxError: the sandbox itself failed, whatever the program did, or the job is nested too deeply to be
@@ -188,7 +190,8 @@ class Sandbox:
             return self._finish(job, out, results, limit_s)
 
     def judge(self, program: Job, judge: Sandbox, steps: Job, limit_s: float) -> Outcome:
-        """Execute ``program`` in this sandbox, and the tests ``steps`` in ``judge``, which ask ``program`` for values.
+        """Execute ``program`` in this sandbox and the tests ``steps`` in the sandbox ``judge``; the tests call
+        functions of the program.
 
         The sandboxes share only two pipes. The outcome returned is the outcome of the steps.
 
@@ -214,7 +217,7 @@ class Sandbox:
                 self._finish(program, nothing, more, _END_S)
 
     def _begin(self, job: Job, stdin: int, out: int, files: contextlib.ExitStack) -> IO[bytes]:
-        """Start a run; return the stream of its results. Raises SandboxError."""
+        """Start a run; return the pipe from which its results are read. Raises SandboxError."""
         try:
             described = json.dumps(job)
         except RecursionError:
@@ -292,7 +295,7 @@ class Sandbox:
         )
 
     def _prove(self) -> None:
-        """Attempt forbidden actions from inside the sandbox.
+        """Check that forbidden actions fail inside the sandbox.
 
         Raises:
             SandboxError: an attempt succeeded.

@@ -1,4 +1,4 @@
-"""Filter of system calls for contained programs.
+"""System-call filter (seccomp) for contained programs.
 
 Denied calls fail with an error that the program sees; calls newer than ``_LAST_KNOWN`` fail as unimplemented.
 https://docs.kernel.org/userspace-api/seccomp_filter.html

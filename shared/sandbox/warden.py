@@ -1,4 +1,5 @@
-"""Warden: confines itself once, then forks one process per run and kills what that run leaves behind.
+"""Warden: a process that confines itself once, then forks one process per run and kills all processes that a run leaves
+behind.
 
 ``sandbox.py`` starts the warden with a fixed environment. With namespaces, its child is process 1 of a
 process-id namespace, so that one signal kills everything that a program started. The warden never reads programs or
@@ -75,8 +76,8 @@ def fresh_scratch(size_bytes: int, *, replace: bool) -> None:
 
 
 def _unshared(spaces: int) -> bool:
-    """Enter new namespaces of the kinds ``spaces``. Return False if this process lacks the right, as even root does in
-    a container without the capability; a user namespace may still work there."""
+    """Enter new namespaces of the kinds ``spaces``. Return False if this process lacks the right; then a user namespace
+    may still work. Even root lacks the right in a container without the capability."""
     try:
         kernel.unshare(spaces)
     except PermissionError:
@@ -104,8 +105,8 @@ _NUM_DESCRIPTORS = 4
 
 
 def main(descriptor: int, plan_json: str) -> None:
-    """Execute the runs that the handle requests on a socket, until it closes. The warden first sends '' when it is
-    ready, or the reason why containment is impossible."""
+    """Execute the runs that the handle requests over a socket, until the handle closes the socket. First send '' when
+    the warden is ready, or else the reason why containment is impossible."""
     channel, plan = socket.socket(fileno=descriptor), Plan(*json.loads(plan_json))
     sys.path += plan.packages
     try:

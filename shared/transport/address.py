@@ -1,4 +1,5 @@
-"""Address checks for URLs chosen by users: requests to them must not reach the service's own network, unless allowed.
+"""Address checks for URLs that users choose: a request to such a URL must not reach the service's own network, unless a
+setting allows it.
 
 A host name is resolved once, and the connection uses the address that was checked, so that it cannot change in between.
 """
@@ -31,7 +32,7 @@ CARRIERS = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/9
 
 
 def check_url(url: str, *, private: bool) -> str:
-    """Check, without resolving its host name, that deliveries may go to ``url``; return ``url``. Raises ConfigError."""
+    """Return ``url`` if events may be delivered to it; raise ConfigError otherwise. The host name is not resolved."""
     try:
         parts = urlsplit(url)
         host, secret, _ = parts.hostname, parts.username or parts.password, parts.port
@@ -52,7 +53,7 @@ def check_url(url: str, *, private: bool) -> str:
 
 
 async def reachable_address(host: str, port: int, *, private: bool, setting: str = WEBHOOKS) -> str:
-    """Resolve ``host``, check all of its addresses, and return one to connect to.
+    """Resolve ``host``, check all of its addresses, and return an address to connect to.
 
     Connect to this address and not to the name, which might resolve to another address the next time.
 
@@ -98,7 +99,7 @@ def _check(
 
 
 def _carried(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the IPv4 address that an IPv6 address contains, else ``address``.
+    """Return the IPv4 address embedded in an IPv6 address; return ``address`` itself if there is none.
 
     Addresses of a site's own NAT64 (RFC 8215) are not converted: ``_check`` rejects all of them as reserved.
     """

@@ -21,7 +21,8 @@ SILENCE_S = 30.0
 
 
 class StreamImage(msgspec.Struct, frozen=True):
-    """Configuration and state of a saved stream, from the server. A restore changes only the number of replicas."""
+    """Configuration and state of a saved stream, as the server reports them. A restore changes only the number of
+    replicas."""
 
     name: str
     config: dict[str, Any]
@@ -39,13 +40,13 @@ class StreamImage(msgspec.Struct, frozen=True):
 
 
 class _Parts:
-    """Receiver of the parts of a snapshot; ``save_stream`` acknowledges each part after its consumer took it."""
+    """Receiver of a stream snapshot's parts. ``save_stream`` acknowledges a part after its caller has taken it."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Raw] = asyncio.Queue()  # bounded by the server, which waits for acknowledgements
 
     async def on_message(self, raw: Raw) -> None:
-        """Queue a part."""
+        """Queue a part of the snapshot for ``save_stream``."""
         self.queue.put_nowait(raw)
 
 

@@ -85,7 +85,7 @@ class BulkStore:
         return msgspec.structs.replace(claim, address=self._server.address, token=token)
 
     def release(self, claim: Claim) -> None:
-        """Release the bytes: new fetches fail, current readers keep them. Idempotent."""
+        """Release the bytes of ``claim``: new fetches fail, and current readers may finish. Idempotent."""
         with self._changed:
             if self._leased.get(claim.name) == claim.generation:
                 self._free(self._segments[claim.name])
@@ -117,7 +117,7 @@ class BulkStore:
         self.close()
 
     def _acquire(self, nbytes: int, timeout_s: float) -> Segment:
-        """Return a segment for ``nbytes`` bytes, leased and exclusively locked."""
+        """Lease a segment for ``nbytes`` bytes and lock it exclusively; return it."""
         if _round_up(nbytes) > self._max_bytes:
             raise ConfigError(f"{nbytes} bytes exceed the whole bulk pool of {self._max_bytes} (PENSTOCK_BULK_BYTES)")
         deadline = time.monotonic() + timeout_s
@@ -182,7 +182,8 @@ class BulkStore:
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
-        """Yield the content of segment ``name`` for the server; hold a lock meanwhile, as any reader does."""
+        """Yield the content of segment ``name`` to the server; like any reader, hold a shared lock until the block
+        ends."""
         with self._changed:
             if name not in self._segments:
                 raise NotFound(f"no segment '{name}' here")

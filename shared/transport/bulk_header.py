@@ -1,4 +1,5 @@
-"""Header page of a bulk segment, read and written through the file so that no mapping is needed."""
+"""Header page of a bulk segment. It is read and written through the file, so that a process need not map the
+segment."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def read_header(file: LockedFile) -> BulkHeader:
 
 
 def lock_content(file: LockedFile, generation: int) -> BulkHeader:
-    """Take the reader's lock on the content of ``generation``, mark single-use content as taken, and return the header.
+    """Take a reader's lock on content number ``generation``, mark the content as taken if it is single-use, and return
+    the header.
 
     Raises:
         NotFound: the segment has another content by now.

@@ -1,4 +1,4 @@
-"""Frames as messages: a message contains a small frame itself, but only the claim check of a large frame.
+"""Frames as messages: a small frame is part of the message; for a large frame, the message has only a claim check.
 
 A claimed segment of memory stays until the sender releases the message. A reader that has opened the message keeps the
 segment even longer, until it releases its blob or dies.
@@ -24,7 +24,7 @@ __all__ = ["BulkFrame", "FrameMail", "Sent", "is_large"]
 
 
 class BulkFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """Placeholder of a frame that lies in the bulk plane."""
+    """Message body that refers to a frame in the bulk plane."""
 
     claim: Claim
 
@@ -35,20 +35,20 @@ def is_large(frame: Sequence[Buffer]) -> bool:
 
 
 class Sent:
-    """Frame as a message. ``release`` it once no further reader will open it."""
+    """A frame packed as a message. Call ``release`` once no further reader will open the message."""
 
     def __init__(self, data: bytes, store: BulkStore | None = None, claim: Claim | None = None) -> None:
         self.data = data
         self._store, self._claim = store, claim
 
     def release(self) -> None:
-        """Release the memory; current readers keep it. Idempotent."""
+        """Release the memory of the frame; current readers may finish. Idempotent."""
         if self._store is not None and self._claim is not None:
             self._store.release(self._claim)
 
 
 class FrameMail:
-    """Packs and opens frames; one per process. Thread-safe.
+    """Packs frames into messages and opens them; one object per process. Thread-safe.
 
     Operations on the bulk plane block for a memory copy or a transfer: call them in a thread.
     """

@@ -63,7 +63,8 @@ class BulkReader:
         self._spare = np.empty(0, np.uint8)
 
     def fetch(self, claim: Claim, *, timeout_s: float = 10.0, verify: bool = True) -> Blob:
-        """Fetch the bytes of ``claim``; with ``verify``, compare them with the digest in the claim, if there is one.
+        """Fetch the bytes of ``claim``. With ``verify``, compare their digest with the digest in the claim, if the
+        claim has a digest.
 
         Same host: takes microseconds. Another host: blocks for the transfer, at most ``timeout_s``.
 
@@ -120,7 +121,8 @@ class BulkReader:
             lock.close()
 
     def _mapping(self, name: str, file: LockedFile) -> NDArray[np.uint8]:
-        """Return the data part of a segment; names are never reused, so a cached mapping cannot be of another file."""
+        """Return the data part of a segment, mapped now or before. Segment names are never reused, so a cached mapping
+        is always of the right file."""
         with self._mutex:
             known = self._mappings.get(name)
             if known is not None:

@@ -71,7 +71,8 @@ class LockedFile:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def holders(self) -> list[int]:
-        """Return the ids of processes that hold a lock, for messages. Processes hidden from this one are missing."""
+        """Return the ids of the processes that hold a lock, for messages; processes in other PID namespaces are
+        missing."""
         stat = os.fstat(self.fd)
         file = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
         try:
@@ -136,8 +137,8 @@ class Segment(LockedFile):
 
     @classmethod
     def create(cls, path: Path, capacity: int, on_piece: Callable[[], None] = lambda: None) -> Segment:
-        """Create a segment of zeros with its pages allocated and mapped, so that the first write is as fast as later
-        ones. This takes about a second per gigabyte; ``on_piece`` is called repeatedly meanwhile.
+        """Create a zeroed segment whose pages are allocated and mapped, so that its first write is fast. Takes about a
+        second per gigabyte; ``on_piece`` is called after each piece.
 
         Raises:
             Unavailable: the directory has no room. (Without the reservation a write would end the process by SIGBUS.)
@@ -157,7 +158,8 @@ class Segment(LockedFile):
 
 
 class Owner:
-    """Proof that the owner of segments ``<prefix><id>-<n>`` is alive: it holds the lock of ``<prefix><id>.owner``."""
+    """Proof that the process that owns segments ``<prefix><id>-<n>`` is alive: the process holds the lock of
+    ``<prefix><id>.owner``."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self.directory = directory
@@ -184,7 +186,7 @@ class Owner:
 
 
 def sweep(directory: Path, prefix: str) -> list[Path]:
-    """Remove the segments and owner files of processes that ended; return the paths of the removed files."""
+    """Remove the segments and owner files of processes that ended; return the removed paths."""
     removed = []
     for path in directory.glob(f"{prefix}*.owner"):
         try:
@@ -210,7 +212,7 @@ def remove_unheld(paths: Iterable[Path]) -> None:
 
 
 def _reserve(fd: int, nbytes: int, on_piece: Callable[[], None]) -> None:
-    """Allocate the pages of a file. Raises OSError if the file system lacks room, if possible before any allocation."""
+    """Allocate the pages of a file. Raises OSError if the file system lacks room, which is checked first."""
     if nbytes > _free_bytes(Path(f"/proc/self/fd/{fd}")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for start in range(0, nbytes, _PIECE):
@@ -224,7 +226,8 @@ def _free_bytes(path: Path) -> int:
 
 
 def map_file(fd: int, access: Access, on_piece: Callable[[], None] = lambda: None) -> mmap.mmap:
-    """Return a mapping of a whole file with its page table filled; ``on_piece`` is called repeatedly meanwhile.
+    """Map a whole file, fill the page table of the mapping, and return the mapping; ``on_piece`` is called after each
+    piece.
 
     The mapping has its own open file: a mapping keeps a duplicate of its descriptor and thereby the lock of that open
     file, so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.

@@ -68,7 +68,7 @@ _BESIDE = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServedBlob:
-    """Part of a file, constant while it is being served. ``data``: its bytes, if the producer has them mapped."""
+    """Part of a file that stays constant while it is served. ``data`` has its bytes if the producer has mapped them."""
 
     path: Path
     offset: int
@@ -84,7 +84,7 @@ class BlobServer:
     """Serves the blobs of one source on ``host``; peers connect to ``address``."""
 
     def __init__(self, host: str, source: BlobSource, tls: ssl.SSLContext | None = None) -> None:
-        """Listen and start a thread.
+        """Listen on ``host``, and start the thread that accepts connections.
 
         Raises:
             Unavailable: the address cannot be bound.
@@ -105,7 +105,8 @@ class BlobServer:
         self._thread.start()
 
     def token(self, name: str, generation: int) -> str:
-        """Return the token that a peer needs to pull this blob, as hex digits. What follows a ``?`` does not count."""
+        """Return the token, in hex, that a peer needs to pull this blob. All names that differ only after a ``?`` have
+        the same token."""
         return _mac(self._secret, generation.to_bytes(8, "little"), name.partition("?")[0].encode()).hex()
 
     def close(self) -> None:
@@ -220,7 +221,8 @@ def _mapped(blob: ServedBlob, file: IO[bytes]) -> Iterator[memoryview]:
 
 
 class _Seal:
-    """GMAC of bytes that arrive in pieces. Its key is used for one transfer only, so that the IV may be constant."""
+    """GMAC (authentication code) of bytes that arrive in pieces. Each key serves one transfer only, so that the IV may
+    be constant."""
 
     def __init__(self, token: bytes, nonce: bytes) -> None:
         key = _mac(token, b"seal", nonce)
@@ -231,7 +233,7 @@ class _Seal:
         self._gcm.authenticate_additional_data(data)
 
     def digest(self) -> bytes:
-        """Return the GMAC of all added bytes; no more can be added after this call."""
+        """Return the GMAC of all added bytes. ``add`` must not be called afterwards."""
         self._gcm.finalize()
         return self._gcm.tag
 
@@ -315,8 +317,8 @@ def _receive_blob(
 
 @contextlib.contextmanager
 def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], None]]:
-    """Yield ``submit(call, start)``, which runs ``call(start)``: in a second thread if the blob has more than
-    ``_BESIDE`` bytes, otherwise at once.
+    """Yield ``submit(call, start)``, which runs ``call(start)``. For blobs above ``_BESIDE`` bytes it runs in a second
+    thread, otherwise at once.
 
     The thread makes the calls in order. Unless the ``with`` block fails, its end waits for the last call. If a call in
     the thread fails, a later ``submit`` or the end of the block raises its error.

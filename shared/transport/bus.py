@@ -111,7 +111,8 @@ class Bus:
         return cls(await Connection.open(url, name=name, deadline_s=deadline_s, tls=tls))
 
     async def another(self, *, name: str, deadline_s: float = 10.0) -> Bus:
-        """Open a separate connection to the same server; may be called in another thread, for that thread's event loop.
+        """Open a separate connection to the same server. Another thread may call this function, to get a connection for
+        its own event loop.
 
         Raises: as ``connect``.
         """
@@ -126,13 +127,13 @@ class Bus:
         await self.close()
 
     def hold(self, seconds: float) -> None:
-        """Request that no message is removed for ``seconds`` from now on (0: end the hold); see ``held``."""
+        """Set ``held`` to True for ``seconds`` from now on, so that a backup can read all messages; 0 ends the hold."""
         self._held_until = time.monotonic() + seconds
 
     @property
     def held(self) -> bool:
-        """True if a backup reads the streams, so that no messages should be removed for space now. ``purge`` does not
-        check this; its callers must."""
+        """True if a backup is reading the streams; code that frees space must then delete no messages. ``purge`` does
+        not check this property, so its callers must."""
         return time.monotonic() < self._held_until
 
     @property
@@ -195,7 +196,8 @@ class Bus:
         replicas: int = 1,
         update: bool = True,
     ) -> None:
-        """Create missing streams and buckets; with ``update``, also adapt existing ones to the arguments. Idempotent.
+        """Create missing streams and buckets; with ``update``, also adapt existing streams to the arguments.
+        Idempotent.
 
         In a cluster each stream and bucket gets ``replicas``; one that has more replicas keeps them.
 
@@ -258,15 +260,16 @@ class Bus:
         return await self._publisher.publish_many(messages, deadline_s=deadline_s)
 
     async def publish_whole(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> None:
-        """Store payloads of one stream atomically, those above 1 MiB in parts (``get_whole`` reads them).
+        """Store several payloads of one stream atomically. A payload above 1 MiB is split into parts, which
+        ``get_whole`` joins.
 
         Raises: as ``publish``; ConfigError if the server cannot store parts atomically.
         """
         await self._publisher.publish_whole(messages, deadline_s=deadline_s)
 
     def follow(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
-        """Return a reader of the messages of ``subject`` (may contain wildcards) from ``start_seq`` on, in order,
-        without end.
+        """Return a reader that yields the messages of ``subject`` (may contain wildcards) in order, from ``start_seq``
+        on, and then waits for new ones.
 
         Survives reconnects and server restarts without gaps or repeats. End it with ``aclose``
         (``contextlib.aclosing``).
@@ -274,13 +277,13 @@ class Bus:
         return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only)
 
     def scan(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
-        """Return a reader like ``follow`` that ends at the current end of the stream."""
+        """Return a reader like that of ``follow``, which stops at the current end of the stream."""
         return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only, follow=False)
 
     async def read(
         self, stream: str, subject: str, *, start_seq: int = 1, end_seq: int | None = None, headers_only: bool = False
     ) -> list[Message]:
-        """Return all messages of ``subject`` with ``start_seq <= sequence <= end_seq`` up to the current end."""
+        """Return all stored messages of ``subject`` with ``start_seq <= sequence <= end_seq``."""
         found: list[Message] = []
         async with contextlib.aclosing(self.scan(stream, subject, start_seq=start_seq, headers_only=headers_only)) as r:
             async for message in r:
@@ -290,8 +293,8 @@ class Bus:
         return found
 
     async def walk(self, stream: str, subject: str, *, last_seq: int) -> list[Message]:
-        """Return messages of ``subject`` up to sequence ``last_seq``. Each is requested singly, without a consumer,
-        because a work queue allows no second consumer."""
+        """Return the messages of ``subject`` up to sequence ``last_seq``. Requests them one by one, because a work
+        queue allows no second consumer of a subject."""
         found: list[Message] = []
         seq = 1
         while (message := await reading.first_at_or_after(self._connection, stream, subject, seq)) is not None:
@@ -310,13 +313,15 @@ class Bus:
         return await reading.get(self._connection, stream, seq, deadline_s=deadline_s)
 
     async def get_many(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
-        """Fetch messages by sequence, concurrently; those that the leader does not have are left out."""
+        """Fetch messages by sequence, concurrently. The result lacks the messages that the stream's leader does not
+        have."""
         return await reading.get_many(self._connection, stream, seqs, deadline_s=deadline_s)
 
     async def get_whole(
         self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
     ) -> dict[int, Message]:
-        """Fetch payloads by the sequence of their first message, with parts joined; incomplete ones are left out.
+        """Fetch payloads by the sequence of their first message, and join their parts. The result lacks incomplete
+        payloads.
 
         With ``direct`` any replica answers, else the stream's leader. ``direct`` needs a permission that not every
         service has.
@@ -334,8 +339,8 @@ class Bus:
         max_ack_pending: int = 1000,
         deadline_s: float = 10.0,
     ) -> Puller:
-        """Return a puller of work from ``subject``, with leases of ``ack_wait_s`` seconds; create or update its durable
-        consumer.
+        """Create or update a durable consumer, and return a puller of its messages; each delivered message is leased
+        for ``ack_wait_s`` seconds.
 
         Raises:
             NotFound: no such stream.
@@ -374,7 +379,7 @@ class Bus:
                 raise
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
-        """Delete the messages of ``subject``, and the parts of large payloads on it, with sequences below ``below_seq``
+        """Delete the messages of ``subject``, including all parts of large payloads, with sequences below ``below_seq``
         (None: all); return the number of deleted messages."""
         if below_seq is not None and below_seq <= 1:  # the server treats sequence 0 as no limit
             return 0
@@ -395,7 +400,7 @@ class Bus:
         )  # fmt: skip
 
     async def subject_counts(self, stream: str, subject: str = ">") -> dict[str, int]:
-        """Return the number of messages per subject that matches ``subject``."""
+        """Return the number of messages of each subject that matches the filter ``subject``."""
         counts: dict[str, int] = {}
         while True:
             body = {"subjects_filter": subject, "offset": len(counts)}
@@ -415,7 +420,8 @@ class Bus:
         )  # fmt: skip
 
     async def dead_letters(self, handler: Callable[[str, str, int], None]) -> Subscription:
-        """Call ``handler(stream, consumer, stream_seq)`` when a message has used up its deliveries.
+        """Call ``handler(stream, consumer, stream_seq)`` when a message has been delivered the maximum number of times
+        without an acknowledgement.
 
         Advisories may be lost: also compare ``consumer_state`` with the stream from time to time.
         """
@@ -450,7 +456,8 @@ class Bus:
     # Core: at most once
 
     async def notify(self, subject: str, data: bytes) -> None:
-        """Send ``data`` to the current subscribers of ``subject``; raise Unavailable instead while disconnected."""
+        """Send ``data`` to the current subscribers of ``subject``, without storage. Raises Unavailable while
+        disconnected."""
         await self._connection.send(subject, data)
 
     async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:

@@ -54,7 +54,7 @@ class NoResponders(Unavailable):
 
 
 class NoAnswer(Unavailable):
-    """No response in time, although a process may listen on the subject."""
+    """No process answered in time, although a process may listen on the subject."""
 
 
 Callback = Callable[[Raw], Awaitable[None]]
@@ -117,7 +117,7 @@ class Connection:
 
     @classmethod
     async def open(cls, url: str, *, name: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> Connection:
-        """Connect.
+        """Connect to one of the servers in ``url`` (comma-separated).
 
         Raises:
             Unavailable: no server answered within ``deadline_s``; the message has the address without credentials.
@@ -156,7 +156,7 @@ class Connection:
         return self._closing
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Wait until connected.
+        """Wait until the connection is up.
 
         Raises:
             Unavailable: still not connected after ``timeout_s``, or closed.
@@ -224,12 +224,12 @@ class Connection:
         return message
 
     def trust(self) -> None:
-        """Record that JetStream answered through this node; see ``doubt``."""
+        """Record that JetStream answered through the connected NATS server; see ``doubt``."""
         self._doubted = None
 
     def doubt(self) -> None:
-        """Record that JetStream did not answer through this node. After LEAVE_S without an answer, connect to the next
-        node if there is one."""
+        """Record that JetStream did not answer through the connected NATS server. After LEAVE_S without an answer,
+        connect to the next server, if there is one."""
         now = time.monotonic()
         self._doubted = now if self._doubted is None else self._doubted
         if len(self._servers) < 2 or now - self._doubted < LEAVE_S or not self.connected:
@@ -278,7 +278,7 @@ class Connection:
                 log.debug("unsubscribe from %s: %s", entry.subject, error)
 
     async def echo(self, timeout_s: float) -> float:
-        """Return the time (seconds) that a message from this client to itself takes. Its arrival proves that server,
+        """Send a message from this client to itself and return the seconds until it arrives, which proves that server,
         read loop and subscription work.
 
         nats-py's own rtt and flush are not used: a pong that arrives after their timeout kills the read loop.

@@ -66,7 +66,8 @@ restart of the broker."""
 
 
 class EnvClient:
-    """Client of one session. The arrays of a reply are valid until the next request: they may be in shared memory.
+    """Client of one simulator session. The arrays of a reply are valid only until the next request, because they may be
+    in shared memory.
 
     ``open`` opens a session, ``close`` ends it. The env service ends a session without requests after its idle time.
     """
@@ -161,8 +162,8 @@ class EnvClient:
         return await self._observe(request, ResetReply, deadline_s)
 
     async def film(self, env_id: int, *, deadline_s: float = 60.0) -> tuple[bytes, str]:
-        """Return the newest episode of an environment as an MP4 file, and the reason if there is no film. Raises the
-        same errors as ``step``."""
+        """Return ``(video, reason)``: the newest episode of an environment as an MP4 file, and if there is none, the
+        reason. Raises the same errors as ``step``."""
         reply = await self._ask(FilmRequest(seq=self.seq, env_id=env_id), FilmReply, deadline_s)
         return reply.film.tobytes(), "".join(reply.reasons)
 
@@ -189,7 +190,8 @@ class EnvClient:
     async def _observe(
         self, body: ResetRequest | StepRequest | RestoreRequest, kind: type[Observed], deadline_s: float
     ) -> Observed:
-        """Send a request and return its reply, with observations from the session's memory if this memory is mapped."""
+        """Send a request and return its reply. Read the observations from the session's memory if this process has
+        mapped it."""
         if self._observations is None:
             return await self._ask(body, kind, deadline_s)
         reply = await self._ask(dataclasses.replace(body, observe=False), kind, deadline_s)
@@ -217,8 +219,8 @@ class EnvClient:
         return decode_env(self._blob.data, kind)
 
     async def _request(self, data: bytes, deadline_s: float) -> bytes:
-        """Repeat a request until it is answered, through the socket while it is open, then over the bus; return the
-        reply."""
+        """Repeat a request until a reply arrives, and return the reply. Requests go through the Unix socket while it is
+        open, otherwise over the bus."""
 
         def send(left_s: float) -> Awaitable[bytes]:
             if self._direct is not None and self._direct.is_open:
@@ -234,7 +236,8 @@ class EnvClient:
 
 
 def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str, NDArray[Any]] | None:
-    """Map the memory with a session's current observations; return arrays [environments, ...] by name, None on failure.
+    """Map the memory with a session's current observations; return arrays [environments, ...] by name, or None on
+    failure.
 
     ``process`` is the id of the process that serves the session.
     """
@@ -259,7 +262,7 @@ def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str,
 
 
 async def _repeated(send: Callable[[float], Awaitable[bytes]], deadline_s: float, *, gone_s: float = math.inf) -> bytes:
-    """Repeat a request until it is answered, and return the reply; the server executes a repeated request once.
+    """Repeat a request until a reply arrives, and return the reply. The server executes a repeated request only once.
 
     ``send`` sends the request, given the time that is left (seconds). The call fails with NoResponders if there is no
     server for ``gone_s`` seconds.

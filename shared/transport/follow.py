@@ -115,7 +115,7 @@ class Reader:
         await self._drop()
 
     def on_lost(self) -> None:
-        """Handle a broken connection: buffered messages stay valid, the rest is requested again."""
+        """Handle a broken connection: buffered messages stay valid; the following messages are requested again."""
         self._broken = True
         self._wake.set()
 
@@ -123,7 +123,7 @@ class Reader:
         return self._follow or self._remaining > len(self._buffer)
 
     async def _fill(self) -> None:
-        """Wait for a message, or for a status that explains its absence."""
+        """Wait until a message has arrived, or until the server has reported why none will."""
         if self._broken:
             await self._rebuild()
             if self._broken or (not self._follow and self._remaining == 0):
@@ -138,7 +138,7 @@ class Reader:
             self._broken = True  # the server lost the request
 
     async def _is_behind(self) -> bool:
-        """Return True if the consumer is on a lagging replica: the leader of the stream has more messages."""
+        """Return True if the stream's leader has messages that this consumer's replica lacks."""
         if not self._in_cluster:
             return False
         found = await first_at_or_after(self._connection, self._stream, self._subject, max(self._next_seq, 1))
@@ -147,8 +147,8 @@ class Reader:
         return found is not None
 
     async def _rebuild(self) -> None:
-        """Create a consumer that starts after the last returned message. Wait for the connection without limit, or in a
-        scan for ``RECONNECT_S``."""
+        """Create a consumer that starts after the last returned message. First wait for the connection: without limit,
+        or for at most ``RECONNECT_S`` in a scan."""
         if self._inbox is None:
             weak = _Weak(self)
             self._inbox = await self._connection.subscribe(
@@ -187,8 +187,8 @@ class Reader:
         return True
 
     def _reply_to(self) -> str:
-        """Return the reply subject of the newest request. Each request has its own subject, so that a late status that
-        ends an earlier request does not end this request."""
+        """Return the reply subject of the newest request. It differs for each request, so that a late status of an
+        earlier request does not end the newest one."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
@@ -246,7 +246,8 @@ class Reader:
 
 
 class _Weak:
-    """Receiver that the connection references in place of its reader, so that an abandoned reader can be collected."""
+    """Receiver that the connection references instead of the reader itself, so that an abandoned reader can be
+    garbage-collected."""
 
     def __init__(self, reader: Reader) -> None:
         self.inbox: Subscription | None = None

@@ -28,7 +28,7 @@ class Raw(Protocol):
 
 
 class Sink(Protocol):
-    """Receiver of the messages of one inbox."""
+    """Receiver of the messages that arrive in one inbox."""
 
     def deliver(self, message: Raw) -> None:
         """Handle a message; must not block."""
@@ -39,23 +39,23 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Reply:
-    """Sink of one request: resolves ``future`` with the first reply, or with the error."""
+    """Receiver of one request's reply: resolves ``future`` with the first reply, or with the error."""
 
     future: asyncio.Future[Raw]
 
     def deliver(self, message: Raw) -> None:
-        """Resolve the request."""
+        """Set the reply as the result of ``future``."""
         if not self.future.done():
             self.future.set_result(message)
 
     def lost(self, error: Lost) -> None:
-        """Fail the request."""
+        """Set the error as the exception of ``future``."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class Inboxes:
-    """Inboxes of one connection, each with its sink. All have one prefix, which the NATS user may subscribe to."""
+    """Inboxes of one connection, each with its receiver. All share a prefix that the NATS user may subscribe to."""
 
     def __init__(self, user: str = "") -> None:
         self._user = user

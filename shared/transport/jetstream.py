@@ -1,4 +1,4 @@
-"""Requests to JetStream's JSON API: retried until a deadline, with errors mapped to those of Penstock."""
+"""Requests to JetStream's JSON API: retried until a deadline, with errors converted to Penstock's exceptions."""
 
 from __future__ import annotations
 
@@ -173,6 +173,7 @@ def ended_well(status: str, description: str) -> bool:
 
 
 async def drop_consumer(connection: Connection, stream: str, name: str) -> None:
-    """Delete a consumer without waiting; the server deletes idle ephemeral ones anyway."""
+    """Delete a consumer without waiting for the reply. If the request is lost, the server deletes the idle ephemeral
+    consumer itself."""
     if connection.connected:
         await connection.send(f"$JS.API.CONSUMER.DELETE.{stream}.{name}", b"")

@@ -153,8 +153,8 @@ class KeyValue:
         return sorted(found, key=lambda entry: entry.revision)
 
     def subjects(self, prefix: str) -> list[str]:
-        """Return subject filters for the key ``prefix`` and the keys that begin with ``prefix.``; for all keys if it is
-        empty."""
+        """Return filters for the subjects of the key ``prefix`` and of all keys that begin with ``prefix.``; if
+        ``prefix`` is empty, of all keys."""
         if not prefix:
             return [self._prefix + ">"]
         return [self._prefix + self._checked(prefix), f"{self._prefix}{prefix}.>"]
@@ -233,7 +233,8 @@ class Watch:
                 return entry
 
     async def start(self) -> None:
-        """Start watching, so that no change from now on is missed. Otherwise the first ``anext`` starts watching."""
+        """Start to watch now, so that the iteration includes every change from now on. Without this call, the first
+        ``anext`` starts to watch."""
         if self._reader is None:
             start = None if self._include_current else await self._bucket.end() + 1
             self._reader = self._bucket.reader(self._bucket.subjects("")[0], follow=True, start_seq=start)

@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Message to publish. Without ``msg_id`` it gets a random one, so that retries are not stored twice."""
+    """Message to publish. A message without ``msg_id`` gets a random id, so that retries are not stored twice."""
 
     subject: str
     data: bytes
@@ -56,7 +56,8 @@ class AckInfo:
 
 
 def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the publisher's headers, without those added by the server or the transport (the message id stays)."""
+    """Return the headers that the publisher set, including the message id, without headers of the server or the
+    transport."""
     return {
         str(key): value
         for key, value in (headers or {}).items()
@@ -82,7 +83,7 @@ def parse_ack(reply: str) -> AckInfo:
 
 
 def from_consumer(raw: Raw) -> tuple[Message, AckInfo]:
-    """Return a message that a consumer delivered, and its delivery metadata."""
+    """Split a message that a consumer delivered into the stored message and its delivery metadata."""
     info = parse_ack(raw.reply)
     nbytes = int((raw.headers or {}).get(SIZE, len(raw.data)))
     return Message(raw.subject, raw.data, own_headers(raw.headers), info.stream_seq, info.time_ns / 1e9, nbytes), info

@@ -12,7 +12,7 @@ __all__ = ["cut", "whole"]
 
 
 def cut(message: Outgoing) -> list[Outgoing]:
-    """Split a payload into the messages that carry it; a small one stays as it is."""
+    """Split a payload into messages of at most ``MAX_INLINE_BYTES``; a payload within this limit stays one message."""
     count = num_parts(len(message.data))
     if count == 1:
         return [message]
@@ -27,7 +27,7 @@ def cut(message: Outgoing) -> list[Outgoing]:
 
 
 def whole(first: Message, found: Mapping[int, Message]) -> Message | None:
-    """Return the payload whose first part is ``first``, joined with its later parts; None if one is missing.
+    """Return the payload whose first part is ``first``, joined with its later parts; None if a part is missing.
 
     ``found`` has the messages to take the later parts from, by sequence number.
 

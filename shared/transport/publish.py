@@ -31,7 +31,7 @@ SLOWEST_BYTES_PER_S = 16 << 20
 
 
 class Publisher:
-    """Publishes to streams with retry, de-duplication and a bounded window."""
+    """Publishes to streams with retries and de-duplication, and with a limited number of messages in flight."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -109,7 +109,7 @@ class Publisher:
     async def _publish_batch(
         self, messages: list[Outgoing], deadline_s: float, *, parts: bool = False
     ) -> list[int] | None:
-        """Publish one atomic batch; return its sequences, or None if the caller must publish the messages singly.
+        """Publish one atomic batch; return its sequences, or None if the caller must publish the messages one by one.
 
         None means that the stream does not allow batches, or that it has stored a message id before. In the second
         case an earlier attempt was stored as a whole, and publishing the messages one by one returns their sequences.
@@ -165,8 +165,8 @@ class Publisher:
         return answer
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
-        """Return the sequence of the message if an earlier attempt stored it but its response was lost; else raise
-        Conflict.
+        """Handle a conflict at a publish: return the sequence of the message if an earlier attempt stored it, otherwise
+        raise Conflict.
 
         The server compares the expected sequence before it looks for repeated message ids.
         """

@@ -60,7 +60,7 @@ class Delivery:
         await self._puller.answer(self._reply, body)
 
     async def term(self) -> None:
-        """Give up on the message: the server does not deliver it again, although it was not processed."""
+        """Give up on the message: the server never delivers it again, although it was not processed."""
         await self._puller.answer(self._reply, b"+TERM")
 
     async def in_progress(self) -> None:
@@ -69,7 +69,8 @@ class Delivery:
 
 
 class Puller:
-    """Deliveries of a durable consumer. Made by ``Bus.pull``; several processes may share one durable name."""
+    """Pulls the deliveries of a durable consumer. Made by ``Bus.pull``; several processes may share one durable
+    name."""
 
     def __init__(self, connection: Connection, stream: str, config: dict[str, Any]) -> None:
         self._connection = connection
@@ -99,8 +100,8 @@ class Puller:
         )
 
     async def fetch(self, n: int, wait_s: float) -> list[Delivery]:
-        """Return up to ``n`` deliveries: wait up to ``wait_s`` for the first, then take those available without
-        waiting.
+        """Return up to ``n`` deliveries: wait up to ``wait_s`` for the first, then add the deliveries that are
+        available at once.
 
         Returns an empty list if there is no work or the bus is down for that long; it heals by itself.
 
@@ -128,7 +129,7 @@ class Puller:
         return [self._buffer.popleft() for _ in range(min(n, len(self._buffer)))]
 
     async def close(self) -> None:
-        """Stop; deliveries that were not fetched return to the queue at once. The durable consumer stays."""
+        """Stop pulling. Deliveries that were not fetched return to the queue at once; the durable consumer stays."""
         self._connection.inboxes.detach(self._watch)
         inbox, self._inbox = self._inbox, None
         if inbox is None:
@@ -187,13 +188,13 @@ class Puller:
             raise
 
     def _reply_to(self) -> str:
-        """Return the reply subject of the newest request. Each request has its own subject, so that a late status that
-        ends an earlier request does not end this request."""
+        """Return the reply subject of the newest request. It differs for each request, so that a late status of an
+        earlier request does not end the newest one."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
     async def _wait_for_answer(self, timeout_s: float) -> None:
-        """Wait until the open request has ended, at most ``timeout_s``; its messages are then in the buffer."""
+        """Wait until the open request has ended, for at most ``timeout_s``; the buffer then holds its messages."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._open:

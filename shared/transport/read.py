@@ -39,7 +39,7 @@ async def get(
 async def get_many(
     connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
-    """Fetch the messages with these sequences concurrently; those that do not exist are left out."""
+    """Fetch the messages with these sequences concurrently. The result lacks messages that do not exist."""
     window = asyncio.Semaphore(WINDOW)
 
     async def one(seq: int) -> Message | None:
@@ -57,7 +57,8 @@ async def get_many(
 async def get_whole(
     connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
-    """Fetch the payloads that begin at these sequences, with parts joined; incomplete ones are left out."""
+    """Fetch the payloads whose first parts have these sequences, and join their parts. The result lacks incomplete
+    payloads."""
     found = await get_many(connection, stream, seqs, deadline_s=deadline_s, direct=direct)
     begun = list(found.values())
     more = [message.seq + place for message in begun for place in range(1, count_of(message.headers))]

@@ -48,7 +48,7 @@ class Server:
         self._subscription = await self._connection.subscribe(self.subject, self._on_request, queue=queue)
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Accept no more requests; give running ones ``deadline_s`` to finish, then cancel them."""
+        """Accept no more requests; give running requests ``deadline_s`` to finish, then cancel them."""
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
@@ -96,7 +96,7 @@ class Server:
 
 
 def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
-    """Return the class name and the message that report an error to a requester.
+    """Return ``(class name, message)``, by which a reply reports ``error`` to the requester.
 
     ``what`` names the subject or socket whose handler raised ``error``.
     """
@@ -107,7 +107,7 @@ def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
 
 
 def error_of(name: str, message: bytes) -> PenstockError:
-    """Return the exception for a class name and a message from ``error_reply``."""
+    """Convert the class name and message from ``error_reply`` back to an exception."""
     return class_named(name)(message.decode("utf-8", "replace"))
 
 

@@ -56,7 +56,7 @@ Durability = Literal["fsync", "page-cache", "unverified"]
 
 
 class _Process:
-    """Server process that can be started, stopped, killed and restarted on the same port and store."""
+    """Server process that can be started, stopped, killed and restarted with the same port and stored data."""
 
     name = "server"
 
@@ -147,7 +147,7 @@ class _Process:
             time.sleep(min(POLL_S * 10, POLL_S + (now - began) / 100))
 
     def stop(self, *, deadline_s: float = 10.0) -> None:
-        """Terminate the process; kill it at the deadline. The store stays."""
+        """Terminate the process; kill it at the deadline. Stored data stays."""
         process = self._process
         if process is None:
             return
@@ -160,7 +160,7 @@ class _Process:
         self._process = None
 
     def kill(self) -> None:
-        """Kill the process as a crash would (SIGKILL). The store stays."""
+        """Kill the process with SIGKILL, as a crash would. Stored data stays."""
         process = self._process
         if process is not None:
             process.kill()
@@ -168,12 +168,12 @@ class _Process:
             self._process = None
 
     def restart(self) -> None:
-        """Kill and restart the process on the same port and store."""
+        """Kill the process and restart it with the same port and stored data."""
         self.kill()
         self.start()
 
     def close(self) -> None:
-        """Stop, and delete the directory if this object created it as a temporary one."""
+        """Stop the process, and delete its directory if this object created it as a temporary directory."""
         self.stop()
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -209,7 +209,7 @@ class _Process:
 
 
 class Progress:
-    """Progress of a process: its log grows, it reads files, or it uses CPU time."""
+    """Detects progress of a process: its log grows, it reads files, or it uses CPU time."""
 
     def __init__(self, pid: int, log: Path, silence_s: float) -> None:
         self._pid, self._log = pid, log
@@ -273,7 +273,7 @@ class NatsServer(_Process):
 
     @property
     def url(self) -> str:
-        """Address for clients, without a user."""
+        """URL for clients, without user and password."""
         return f"{'tls' if self._tls else 'nats'}://{self.host}:{self.port}"
 
     def url_of(self, role: str) -> str:
@@ -322,7 +322,7 @@ class NatsServer(_Process):
         return "\n".join(lines) + "\n" + (nats_users(self._passwords) if self._passwords else "")
 
     def _is_ready(self) -> bool:
-        """Read the ports from the file that the server writes once it listens; return False while it is missing or
+        """Read the ports from the file that the server writes once it listens; return False if the file is missing or
         incomplete."""
         path = self.directory / f"nats-server_{self.pid}.ports"
         try:

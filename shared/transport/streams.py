@@ -155,7 +155,8 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
 
 
 async def _changed(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any] | None:
-    """Return the configuration of an existing stream with ``config`` merged in; None if that changes nothing.
+    """Return the configuration of an existing stream after ``config`` is merged in; None if the stream already has this
+    configuration.
 
     Settings made by others (placement, compression) stay. Replicas are never reduced. A stream that discards old
     messages, and holds more than its new size limit, keeps its limit: otherwise the server would delete messages. The
@@ -187,7 +188,7 @@ async def _changed(connection: Connection, config: dict[str, Any], deadline_s: f
 
 
 def _absent(value: object) -> object:
-    """Return the zero value of the type of ``value``: the server omits fields with this value."""
+    """Return the zero value of the type of ``value``, which a field has if the server omits it."""
     return type(value)()
 
 

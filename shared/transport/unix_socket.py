@@ -30,7 +30,7 @@ _PEER = struct.Struct("3i")
 
 
 class UnixServer:
-    """Answers requests with a handler, each in its own task. ``address`` is what ``UnixClient.open`` needs."""
+    """Answers requests with a handler, each in its own task. Clients pass ``address`` to ``UnixClient.open``."""
 
     def __init__(self, handler: Callable[[bytes], Awaitable[bytes]]) -> None:
         self.address = f"penstock-{secrets.token_hex(16)}"
@@ -53,7 +53,7 @@ class UnixServer:
             raise
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Accept no more requests; give running ones ``deadline_s`` to finish, then cancel them. Safe to repeat."""
+        """Accept no more requests; give running requests ``deadline_s`` to finish, then cancel them. Safe to repeat."""
         self._closing = True
         if self._server is not None:
             self._server.close()
@@ -92,7 +92,7 @@ class UnixServer:
 
 
 class UnixClient:
-    """One connection to a ``UnixServer``. Make one with ``open``, and ``close`` it."""
+    """One connection to a ``UnixServer``: ``open`` creates it, ``close`` ends it."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -101,7 +101,7 @@ class UnixClient:
 
     @classmethod
     async def open(cls, address: str) -> UnixClient:
-        """Connect.
+        """Connect to the ``UnixServer`` at ``address``.
 
         Raises:
             Unavailable: no process of this user serves the address in this network namespace.

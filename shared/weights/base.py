@@ -1,4 +1,4 @@
-"""Protocol of weight transports: publish on the trainer's side, stage on the engine's.
+"""Protocol of weight transports: the trainer publishes versions, the engine stages them.
 
 ``publish`` copies a policy version out of the trainer's tensors and returns a manifest; the trainer may change its
 weights as soon as it returns. ``stage`` makes the version available and verifies it while the engine continues to
@@ -54,7 +54,7 @@ class WeightPublisher(Protocol):
     """Publishes the policy versions of one job."""
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Send versions to the receivers ``members`` from now on, if the transport needs to know them.
+        """Send all later versions to the receivers ``members``.
 
         ``epoch`` rises with every change of the members. Transports that receivers pull from do nothing.
         """
@@ -62,7 +62,7 @@ class WeightPublisher(Protocol):
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Publish a copy of ``tensors`` and return its manifest. The version in the manifest ``keep`` stays available.
+        """Publish a copy of ``tensors`` and return its manifest. The version that ``keep`` describes stays available.
 
         Raises:
             WeightsError: the tensors do not fit the layout, or the bytes cannot be stored.

@@ -88,7 +88,7 @@ class _Offer:
 
 
 class _Group:
-    """This process as one rank of the process group that connects the members of one membership."""
+    """Process group of the publisher and all members, in which this process is one rank."""
 
     def __init__(self, kind: Kind, store: Store, rank: int, size: int, *, address: str) -> None:
         """Connect to the other ranks.
@@ -143,7 +143,8 @@ class _Group:
 
 
 class CollectivePublisher:
-    """Broadcasts the content of a slot to the members of the current group, in a thread beside training.
+    """Broadcasts versions from a slot to the members of the current group, in a thread that runs while training
+    continues.
 
     Args:
         host: address by which the members reach this process.
@@ -185,7 +186,7 @@ class CollectivePublisher:
         return SlotRef(self._kind, self._host, offer.handle, self._layout.nbytes)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the current broadcast; return False if it is still running, or if the group broke."""
+        """Wait for the current broadcast; return False if it is still running, or if it failed."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return time.monotonic() >= self._rests_until and (self._thread is None or not self._thread.is_alive())
@@ -210,7 +211,7 @@ class CollectivePublisher:
             self._end_group()
 
     def _meet(self, offer: _Offer) -> None:
-        """Wait until all members have reported, and notify them that the broadcast begins, or that a member is missing.
+        """Wait until all members have reported. Then tell them that the broadcast begins, or that a member is missing.
 
         Raises:
             WeightsError: a member is missing.
@@ -232,7 +233,7 @@ class CollectivePublisher:
 
 
 class CollectiveReceiver:
-    """Group member that receives into private memory.
+    """Group member that receives broadcast versions into private memory.
 
     Args:
         name: name by which the coordinator knows this member.
@@ -248,11 +249,11 @@ class CollectiveReceiver:
         self._pool = BufferPool()
 
     def join(self, members: Sequence[str], epoch: int) -> None:
-        """Set the current membership. ``members`` need not contain this process."""
+        """Set the names of the current members; this process may be absent."""
         self._members, self._epoch = tuple(members), epoch
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True for broadcasts of a membership that includes this process."""
+        """Return True for a broadcast to the current members, if they include this process."""
         if ref.transport not in self._kinds or self._name not in self._members:
             return False
         return _Offer.read(ref).epoch == self._epoch

@@ -48,7 +48,7 @@ _POLL_S = 0.05
 
 
 def device_slot_paths(directory: Path, job: str) -> list[Path]:
-    """Return the files in ``directory`` of all processes that publish weights of a job from GPUs of this host."""
+    """Return the files in ``directory`` of all processes that publish a job's weights from GPUs of this host."""
     return sorted(directory.glob(_prefix(job) + "*"))
 
 
@@ -57,7 +57,7 @@ def _prefix(job: str) -> str:
 
 
 def _mapped_path(directory: Path, owner: str) -> Path:
-    """Return the path of the file that receivers lock while they map memory of a publisher."""
+    """Return the path of a publisher's lock file; receivers lock the file while they map the publisher's memory."""
     return directory / f"{owner}-mapped"
 
 
@@ -77,7 +77,8 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """Parsed ``handle`` of a ``SlotRef``. ``memory``: 64 bytes from CUDA; ``digest``: ``mixed_digest`` of the slot."""
+    """Parsed ``handle`` of a ``SlotRef``. ``memory`` is a CUDA IPC handle of 64 bytes, ``digest`` is ``mixed_digest``
+    of the slot."""
 
     slot: str
     device: str
@@ -105,7 +106,8 @@ class _Handle:
 
 
 class CudaIpcPublisher:
-    """Copies each version to slots in GPU memory, and publishes it from there by CUDA IPC and by another publisher.
+    """Copies each version to a slot in GPU memory and publishes the slot by CUDA IPC, and by a second publisher for
+    other receivers.
 
     Args:
         host: publishes the same version to receivers that cannot read this device, and computes the version's digest.
@@ -133,7 +135,7 @@ class CudaIpcPublisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Fill a free slot of the device, and let ``host`` also publish the content; see ``WeightPublisher``.
+        """Fill a free slot in GPU memory, and let ``host`` publish the content, too; see ``WeightPublisher``.
 
         The manifest has no reference to the device if the device has no room, if receivers hold all of its slots, or if
         it fails to compute the digest. Raises WeightsError after ``close``.
@@ -167,7 +169,7 @@ class CudaIpcPublisher:
         return msgspec.structs.replace(manifest, refs=(ref, *manifest.refs)) if digest else manifest
 
     def close(self) -> None:
-        """Remove the slots, once no thread publishes. Their device memory is freed once no receiver maps it.
+        """Remove the slots, once no thread publishes. The GPU memory is freed as soon as no receiver maps it.
 
         Safe to repeat.
         """
@@ -192,8 +194,8 @@ class CudaIpcPublisher:
             return ""
 
     def _free_slot(self, epoch: int) -> Segment | None:
-        """Return a locked slot with memory; None if receivers hold all slots, or a further one or its memory has no
-        room."""
+        """Return a locked slot with GPU memory. None: receivers hold all slots, or there is no room for another slot or
+        its memory."""
         try:
             slot = self._pool.acquire(epoch=epoch, timeout_s=ROOM_S)
         except (DeadlineError, Unavailable) as error:
@@ -220,8 +222,8 @@ def _freed(mapped: LockedFile, buffers: list[DeviceBuffer]) -> bool:
 
 
 def _free(mapped: LockedFile, buffers: list[DeviceBuffer]) -> None:
-    """Free device memory once no receiver maps it. There is no deadline, because reads of freed memory are undefined,
-    but the processes that map it are logged."""
+    """Free GPU memory once no receiver maps it. The wait has no deadline, because reads of freed memory are undefined;
+    a log message names the processes that map it."""
     name_at = time.monotonic() + NAME_S
     while not _freed(mapped, buffers):
         if time.monotonic() > name_at:
@@ -254,14 +256,15 @@ class DeviceStaged:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Mapped memory of one publisher, by CUDA handle, and the lock that keeps the publisher from freeing it."""
+    """Mapped memory of one publisher, by CUDA handle, and the lock that prevents the publisher from freeing this
+    memory."""
 
     owner: str
     lock: LockedFile
     buffers: dict[bytes, DeviceBuffer] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Unmap the memory. Ignores a refusal of the driver, which is possible if the publisher's process ended."""
+        """Unmap the memory. Errors of the driver are ignored, because the publisher's process may have ended."""
         for buffer in self.buffers.values():
             with contextlib.suppress(RuntimeError):
                 buffer.close()
@@ -269,7 +272,7 @@ class _Mapped:
 
 
 class CudaIpcReceiver:
-    """Copies slots from GPUs of publishers on this host to the engine's GPU; keeps the opened handles."""
+    """Copies slots from publishers' GPUs on this host to the engine's GPU; keeps the opened CUDA handles."""
 
     def __init__(self, settings: ServiceSettings, memory: DeviceMemory, layout: Layout | None = None) -> None:
         self._host, self._directory, self._layout, self._memory = settings.host_id, settings.shm_dir, layout, memory
@@ -321,8 +324,8 @@ class CudaIpcReceiver:
                 slot.close()
 
     def prune(self, manifest: WeightManifest) -> None:
-        """Unmap the memory of publishers that ended, and of publishers of the manifest's job that ``manifest`` does not
-        name.
+        """Unmap the memory of publishers that ended, and of earlier publishers of the manifest's job, which the
+        manifest does not name.
 
         Call it before any transport stages ``manifest``. Unmapped memory can hold no later version, and a living
         publisher frees its memory only once no receiver maps it.

@@ -1,4 +1,4 @@
-"""Deltas: the changes from one version of some bytes to another, encoded and applied.
+"""Deltas between two versions of the same bytes: encoding and application.
 
 A delta holds new values, not differences, so that applying it gives the bits of the later version, whatever they mean.
 Both versions are read as words of 16 bits: one word for an element of bfloat16 or float16, two for one of float32.

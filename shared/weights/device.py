@@ -1,4 +1,4 @@
-"""Memory of a GPU that other processes of the host can open, and a digest that GPU and CPU compute alike.
+"""GPU memory that other processes of the host can open, and a digest that GPU and CPU compute to the same value.
 
 ``CudaMemory`` is the only part of the transport ``cuda_ipc`` that needs a GPU; it has not run on one yet.
 """
@@ -63,7 +63,8 @@ extern "C" __global__ void copy_and_sum(
 
 @dataclass(frozen=True, slots=True)
 class DeviceBuffer:
-    """Bytes on a device: ``flat``, uint8 [nbytes], invalid after ``close``; other processes open them by ``handle``."""
+    """Bytes on a device: ``flat``, uint8 [nbytes], is invalid after ``close``. Other processes open the bytes by
+    ``handle``."""
 
     flat: Tensor
     handle: bytes
@@ -71,7 +72,8 @@ class DeviceBuffer:
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device. A method that names no errors may raise any error of the driver and its libraries."""
+    """Memory of one device. A method whose docstring names no errors may raise any error of the driver and its
+    libraries."""
 
     @property
     def device(self) -> str:
@@ -86,7 +88,7 @@ class DeviceMemory(Protocol):
         cannot be exported."""
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
-        """Map memory that a living process allocated; slow, so keep the result."""
+        """Map memory that another living process allocated. The call is slow, so keep the result."""
 
     def empty(self, nbytes: int) -> Tensor:
         """Return private memory, uint8 [nbytes], with undefined content."""

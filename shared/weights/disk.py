@@ -103,13 +103,14 @@ class DiskPublisher:
         self._pool.clear()
 
     def _remove_unfinished(self, epoch: int) -> None:
-        """Remove what trainers up to ``epoch`` did not finish; a trainer with a higher epoch may still write."""
+        """Remove the unfinished files of trainers with an epoch up to ``epoch``. A trainer with a higher epoch may
+        still be writing."""
         for path in self._directory.glob("[0-9]" * _EPOCH_DIGITS + "-*.tmp"):
             if path.name[:_EPOCH_DIGITS] <= f"{epoch:0{_EPOCH_DIGITS}d}":
                 path.unlink(missing_ok=True)
 
     def _forget_old(self, keep: WeightManifest | None) -> None:
-        """Remove all but the newest files and that of ``keep``."""
+        """Remove all weight files except the newest ones, and except the file of the version ``keep``."""
         kept = "" if keep is None else _name(keep.version, keep.epoch)
         for path in sorted(self._directory.glob("*.safetensors"))[: -self._keep]:
             if path.name != kept:
@@ -117,7 +118,8 @@ class DiskPublisher:
 
 
 class DiskReceiver:
-    """Reads weight files; ``settings.weight_disk`` must be the publisher's directory, under any path."""
+    """Reads weight files from ``settings.weight_disk``, which must be the publisher's directory; its path on this host
+    may differ."""
 
     def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
         self._settings, self._layout = settings, layout
@@ -242,7 +244,8 @@ def _file_bytes(layout: Layout, metadata: dict[str, str]) -> int:
 
 
 def _reason(error: OSError, directory: Path, nbytes: int) -> str:
-    """Return the text of an error of writing a file of ``nbytes`` bytes; for a lack of room, with the free bytes."""
+    """Return the text for an error while a file of ``nbytes`` bytes was written; if there was no room, with the number
+    of free bytes."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return str(error)
     free = ""
@@ -253,7 +256,8 @@ def _reason(error: OSError, directory: Path, nbytes: int) -> str:
 
 
 def _is_elsewhere(error: Exception, path: Path) -> bool:
-    """Return True for an error of the directory itself: it is not the publisher's, or refuses to be read."""
+    """Return True if the error concerns the directory: it is not the publisher's directory, or this process may not
+    read it."""
     if isinstance(error, FileNotFoundError):
         return not path.parent.is_dir()  # a publisher makes it before the first file
     return isinstance(error, OSError)

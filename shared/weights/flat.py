@@ -96,7 +96,7 @@ def digest_of(buffer: NDArray[np.uint8]) -> str:
 
 
 def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the digest that ``fill`` computes for these tensors in this order, without a buffer."""
+    """Return the digest that ``fill`` would compute for ``tensors`` in this order, without copying them to a buffer."""
     hasher = xxhash.xxh3_128()
     for _, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -143,7 +143,7 @@ def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
 
 
 class _Writing:
-    """Writes tensors into a buffer, uint8 [bytes], and computes the xxh3-128 of the buffer meanwhile.
+    """Writes tensors into a buffer, uint8 [bytes], and at the same time computes the xxh3-128 of the buffer.
 
     Several threads copy a large tensor in memory piece by piece: the caller hashes in order what is copied, and copies
     the pieces that no helper has taken.
@@ -188,7 +188,7 @@ class _Writing:
         return str(self._hasher.hexdigest())
 
     def _copy_and_hash(self, data: NDArray[np.uint8]) -> None:
-        """Copy ``data``, uint8 [bytes], behind the bytes written so far, and hash it."""
+        """Copy ``data``, uint8 [bytes], to the position after the bytes written so far, and hash it."""
         self._hash(self._written)
         target = self._buffer[self._written : self._written + len(data)]
         pieces = [slice(start, min(start + _PIECE_BYTES, len(data))) for start in range(0, len(data), _PIECE_BYTES)]
@@ -217,8 +217,8 @@ class _Writing:
         self._hashed += len(data)
 
     def _hash_written(self) -> None:
-        """Hash the bytes written since the last call, unless they are less than a chunk. A helper thread hashes large
-        amounts while the caller copies the next tensor."""
+        """Hash the bytes written since the last call if they fill a chunk. A helper thread hashes large amounts while
+        the caller copies the next tensor."""
         start, stop = self._hashed, self._written
         if self._helpers is None or stop - start < _BESIDE_BYTES:
             if stop - start >= _CHUNK_BYTES:

@@ -1,4 +1,5 @@
-"""Copies of versions from another host: one process of this host fetches each version, the others open its slot.
+"""Copies of versions from another host: one process of this host fetches each version into a slot, and the others read
+that slot.
 
 The fetching process holds the lock of a file beside the slots, which the kernel releases if it dies: then the next
 process takes over. It writes its progress into the file, so that waiting processes detect a stall and fetch by
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Fetches a version as its changes to an earlier one.
+    """Fetches a version as the changes from an earlier version.
 
     Args:
         bases: digests of the versions from which the publisher offers the changes.
@@ -63,7 +64,8 @@ class Changes:
 
 
 class HostCopies:
-    """Slots of this host, filled by the first process that needs a version and read by all."""
+    """Slots of this host with versions from another host. The first process that needs a version fills a slot; all
+    processes read it."""
 
     def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
         self._directory, self._host = settings.shm_dir, settings.host_id
@@ -74,7 +76,8 @@ class HostCopies:
     def stage(
         self, manifest: WeightManifest, fetch: Fetch, *, end: float, changes: Changes | None = None
     ) -> ShmStaged | None:
-        """Open the copy of ``manifest`` on this host; fetch it if there is none. ``end``: deadline (monotonic).
+        """Return this host's copy of the version ``manifest``; fetch the version if there is no copy. ``end``: deadline
+        (monotonic).
 
         If this host has a version of ``changes.bases``, only the changes are fetched; if that fails, all bytes are.
 
@@ -128,12 +131,12 @@ class HostCopies:
                 _remove_unused(path)
 
     def _turn(self, job: str) -> LockedFile:
-        """Open and return the file whose lock the fetching process holds."""
+        """Open and return the lock file of a job; the process that fetches a version holds its lock."""
         path = turn_path(self._directory, job, self._host)
         return LockedFile(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
     def _find(self, manifest: WeightManifest) -> ShmStaged | None:
-        """Open and return this host's copy of a version; None if there is no complete one."""
+        """Open and return this host's copy of a version; None if there is no complete copy."""
         for path in slot_paths(self._directory, manifest.job, self._host):
             try:
                 file = LockedFile.open(path)
@@ -185,7 +188,8 @@ class HostCopies:
         target: NDArray[np.uint8],
         on_piece: Callable[[], None],
     ) -> bool:
-        """Fetch the changes from a version of this host, and write the result into ``target``, uint8 [bytes].
+        """Fetch only the changes from a version that this host already has, and write the new version into ``target``,
+        uint8 [bytes].
 
         Returns False if this host has none of ``changes.bases``, or if the result is not the version of ``manifest``.
         """
@@ -210,7 +214,7 @@ class HostCopies:
         return False
 
     def _go_alone(self, manifest: WeightManifest, reason: str) -> None:
-        """Log that this process fetches a version for itself, and why."""
+        """Log that this process fetches a version only for itself, and the reason."""
         logger.warning(
             "version %d of job '%s': this process fetches %d MB for itself, and not once for all of host '%s': %s",
             manifest.version, manifest.job, manifest.layout.nbytes // 10**6, self._host, reason,
@@ -236,7 +240,8 @@ class HostCopies:
 def _fetch_whole(
     manifest: WeightManifest, fetch: Fetch, target: NDArray[np.uint8], on_piece: Callable[[], None]
 ) -> None:
-    """Fetch a version into ``target``, uint8 [bytes]. Raises WeightsError, also if it has another digest."""
+    """Fetch a version into ``target``, uint8 [bytes]. Raises WeightsError if the fetch fails or the digest does not
+    match."""
     if _digest_of_fetched(target, fetch, on_piece) != manifest.digest:
         raise WeightsError(f"version {manifest.version}: the fetched bytes do not match digest {manifest.digest}")
 

@@ -17,7 +17,7 @@ __all__ = ["BufferPool", "LocalStaged"]
 
 
 class BufferPool:
-    """Keeps one released buffer, because writing to memory that was used before is several times faster than to new
+    """Keeps one released buffer for reuse, because writing to used memory is several times faster than writing to new
     memory."""
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""Publisher and receiver of weights by several transports; host ids decide which transports are possible."""
+"""Publisher and receiver that combine several weight transports; the host ids of both sides decide which transports are
+possible."""
 
 from __future__ import annotations
 
@@ -52,8 +53,8 @@ class Publisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """See ``WeightPublisher``. If the first transport fails, no manifest is returned; if another one fails, a
-        manifest without it.
+        """See ``WeightPublisher``. Raises if the first transport fails; if another transport fails, the manifest has no
+        reference to it.
 
         The first transport consumes the tensors one at a time, and each tensor need only be valid until the next one is
         requested: sharded models rely on that. The others read what the first one has written.
@@ -66,7 +67,7 @@ class Publisher:
         return msgspec.structs.replace(manifest, refs=manifest.refs + self.complete(keep))
 
     def complete(self, keep: WeightManifest | None = None) -> tuple[SlotRef, ...]:
-        """Publish the last version by the transports that have failed so far; return the new references.
+        """Publish the last version by the transports that have failed to publish it so far; return the new references.
 
         The version in the manifest ``keep`` stays available: the one that is served now, not when the transport failed.
         If one fails again, log and keep the reason (``problem``) and return ().
@@ -93,12 +94,13 @@ class Publisher:
 
     @property
     def problem(self) -> str:
-        """Reason why a transport lacks the last version; '' if none does."""
+        """Reason why a transport could not publish the last version; '' if all transports published it."""
         return self._problem if self._behind is None else self._behind.problem
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Wait of ``publish`` for a slot of shared memory, in another thread; see ``SlotPool.waiting``."""
+        """Current wait of ``publish`` for a slot: its reason and its start; None if it does not wait. See
+        ``SlotPool.waiting``."""
         if self._behind is not None:
             return self._behind.waiting
         return next((each.waiting for each in self._publishers if isinstance(each, ShmPublisher)), None)
@@ -220,7 +222,8 @@ def open_publisher(
 def open_receiver(
     settings: ServiceSettings, layout: Layout | None = None, *, memory: DeviceMemory | None = None
 ) -> Receiver:
-    """Open a receiver for any job. It rejects manifests whose layout is not ``layout``, the engine's (None: any).
+    """Open a receiver for any job. It rejects manifests with another layout than ``layout``, the engine's layout (None:
+    accept any).
 
     ``memory``: memory of the engine's GPU, into which the receiver also copies from GPUs of this host (CUDA IPC).
 
@@ -251,7 +254,7 @@ def cleanup(job: str, settings: ServiceSettings) -> None:
 
 
 def _no_transport(manifest: WeightManifest) -> str:
-    """Return why a receiver can use no reference of ``manifest``, and how to change that."""
+    """Return an error message: why the receiver supports no transport of ``manifest``, and how to change that."""
     ways = ", ".join(f"{ref.transport} on host '{ref.host}'" for ref in manifest.refs) or "nothing"
     return (
         f"the trainer offers {ways}, and this worker can use none of it. For workers of other hosts set "

@@ -47,7 +47,7 @@ class ShmPublisher:
         max_slots: int = 4,
         timeout_s: float = 30.0,
     ) -> None:
-        """Create the slots (about a second per gigabyte) or adopt those of a crashed predecessor.
+        """Create the slots (about a second per gigabyte), or adopt the slots of a crashed publisher.
 
         Raises:
             Unavailable: ``settings.shm_dir`` has no room for them, or ``settings.bulk_host`` cannot be bound.
@@ -64,7 +64,8 @@ class ShmPublisher:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Current wait of ``publish``, in another thread, for a slot: see ``SlotPool.waiting``."""
+        """Current wait of ``publish`` for a slot: its reason and its start; None if it does not wait. See
+        ``SlotPool.waiting``."""
         return self._pool.waiting
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
@@ -76,7 +77,8 @@ class ShmPublisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Fill a free slot and return the manifest. The slots of the previous version and of ``keep`` are not touched.
+        """Fill a free slot and return the manifest. The slots of the previous version and of the version ``keep`` stay
+        unchanged.
 
         Raises:
             WeightsError: the tensors do not fit the layout; no manifest is returned.
@@ -122,7 +124,8 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _bytes(self, name: str, generation: int) -> Iterator[NDArray[np.uint8]]:
-        """Map a slot and yield its bytes for the broadcast. The slot is locked meanwhile, as in ``_serve``."""
+        """Map a slot and yield its bytes for the broadcast; as in ``_serve``, the slot is locked until the block
+        ends."""
         with self._serve(name, generation) as blob:
             file = LockedFile.open(blob.path)
             data = np.frombuffer(map_file(file.fd, "private"), np.uint8)
@@ -155,7 +158,8 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _changes(self, blob: ServedBlob, wanted: str) -> Iterator[ServedBlob]:
-        """Yield the delta of one bucket from another version to ``blob``, or the bucket itself if too much changed.
+        """Yield the delta of one bucket from another version to ``blob``; if too much has changed, yield the bucket
+        itself.
 
         ``wanted``: ``<digest of the other version>/<first byte of the bucket>/<its end>``. The slot of the other
         version is locked only while its bytes are compared.
@@ -185,7 +189,7 @@ class ShmPublisher:
             yield ServedBlob(path, 0, delta.nbytes, delta)
 
     def _current(self, name: str, generation: int) -> LockedFile:
-        """Open and lock a slot whose sequence is ``generation``, and return it.
+        """Open and lock a slot, check that its sequence number is still ``generation``, and return it.
 
         Raises:
             NotFound: there is no such slot, or it has another sequence by now.
@@ -217,7 +221,7 @@ _held: set[LockedFile] = set()
 
 
 class ShmStaged:
-    """Version in a slot whose lock this process holds."""
+    """Version in a shared-memory slot; this process holds a lock on the slot."""
 
     def __init__(
         self, manifest: WeightManifest, lock: LockedFile, mapping: NDArray[np.uint8], layout: Layout, way: Way
@@ -230,8 +234,8 @@ class ShmStaged:
         _held.add(lock)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the slot. Writes to them stay in this process; the next version in this slot then fails its
-        first verification, and is verified again in a new mapping."""
+        """Return views of the slot. If this process writes to a view, the next version in this slot fails its first
+        verification, and is verified again in a new mapping."""
         return self._tensors
 
     def intact(self) -> bool:
@@ -246,7 +250,7 @@ class ShmStaged:
 
 
 class ShmReceiver:
-    """Maps slots of publishers on this host; keeps the mappings, because slots are reused in turn."""
+    """Maps the slots of publishers on this host. Mappings are kept, because publishers reuse their slots."""
 
     def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
         self._host, self._directory, self._layout = settings.host_id, settings.shm_dir, layout
@@ -271,8 +275,8 @@ class ShmReceiver:
         return self.open(self._directory / ref.handle, manifest, Way("shm"))
 
     def open(self, path: Path, manifest: WeightManifest, way: Way, *, verify: bool = True) -> ShmStaged:
-        """Lock and verify the slot at ``path``, and return it. If not ``verify``, the digest is not compared,
-        because the caller has done so.
+        """Lock and verify the slot at ``path``, and return it. ``verify=False`` skips the comparison of the digest,
+        which the caller has done.
 
         Raises:
             WeightsError: as ``stage``.
@@ -310,8 +314,8 @@ class ShmReceiver:
         raise WeightsError(f"{what}: the bytes do not match digest {manifest.digest}")
 
     def _mapping(self, lock: LockedFile) -> NDArray[np.uint8]:
-        """Return the mapping of the locked file. After a restart of the publisher another file may have the same name:
-        that file is then mapped."""
+        """Return the mapping of the locked file; map the file anew if it has replaced an earlier file of the same
+        name."""
         known = self._mappings.get(lock.path.name)
         if known is None or known[0] != lock.identity():
             gone = [name for name in self._mappings if not (self._directory / name).exists()]

@@ -40,8 +40,8 @@ class SlotHeader(msgspec.Struct, frozen=True):
         return self.digest if self.sealed and (self.layout, self.nbytes) == (layout.id, layout.nbytes) else ""
 
     def mismatch(self, manifest: WeightManifest) -> str:
-        """Return how the slot differs from the version of ``manifest``, as text for a message; '' if it holds that
-        version."""
+        """Return a text that says how the slot differs from the version of ``manifest``; '' if the slot holds exactly
+        this version."""
         if not self.sealed:
             return "it is being written, or its writer died"
         wanted = (manifest.version, manifest.epoch, manifest.layout.nbytes, manifest.layout.id, manifest.digest)

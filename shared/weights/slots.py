@@ -36,7 +36,7 @@ def is_slot_name(job: str, name: str) -> bool:
 
 
 def slot_stem(job: str, copies_of: str = "") -> str:
-    """Return the part of the file names of a job's slots before the number.
+    """Return the common prefix of the file names of a job's slots, up to the slot number.
 
     ``copies_of``: id of the host whose fetched copies are meant; '': the publisher's slots.
     """
@@ -49,7 +49,7 @@ def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
 
 
 def lock_version(paths: Iterable[Path], layout: Layout, digests: Collection[str]) -> tuple[LockedFile, str] | None:
-    """Find a slot of ``paths`` that holds a version with one of ``digests``; return it, locked, and its digest.
+    """Find a slot among ``paths`` that holds a version with one of ``digests``; lock it and return ``(slot, digest)``.
 
     None: there is no such slot, or all of them are being written.
     """
@@ -63,13 +63,14 @@ def lock_version(paths: Iterable[Path], layout: Layout, digests: Collection[str]
 
 
 def turn_path(directory: Path, job: str, host: str) -> Path:
-    """Return the path of the lock file by which only one process of ``host`` at a time fetches versions of ``job``."""
+    """Return the path of a job's lock file: the process of ``host`` that holds its lock fetches versions for the whole
+    host."""
     return (directory / slot_name(job, 0, host)).with_suffix(".turn")
 
 
 class SlotPool:
-    """Pool of slots of ``nbytes`` bytes. It begins with ``count`` slots, and grows up to ``max_count`` if receivers
-    hold the existing ones.
+    """Pool of slots of ``nbytes`` bytes. The pool begins with ``count`` slots, and grows up to ``max_count`` while
+    receivers hold all of its slots.
 
     Args:
         stem: start of the file names, without the number; default: ``slot_stem(job)``.
@@ -140,7 +141,7 @@ class SlotPool:
             self.waiting = None
 
     def _free(self, epoch: int, keep: WeightManifest | None) -> Segment | None:
-        """Lock a slot that may be written and return it; None if there is none now."""
+        """Lock a slot that may be overwritten, and return it; None if there is no such slot now."""
         newest = self._newest(epoch)
         for slot in self._slots:
             if slot is not newest and not _holds(slot, keep) and slot.try_exclusive():
@@ -148,7 +149,8 @@ class SlotPool:
         return None
 
     def _too_few(self, full: str, timeout_s: float) -> Unavailable | DeadlineError:
-        """Return the error of a timed-out ``acquire``; ``full`` is the reason why no slot could be added, or ''."""
+        """Return the error for an ``acquire`` that timed out; ``full`` is the reason why no slot could be added, or
+        ''."""
         if full:
             return Unavailable(f"{full}; processes use the other {len(self._slots)} slots: {self._holders()}")
         return DeadlineError(
@@ -157,7 +159,7 @@ class SlotPool:
         )
 
     def refresh(self, on_piece: Callable[[], None] = lambda: None) -> None:
-        """Adopt the slots created by other processes; ``on_piece`` is called repeatedly meanwhile."""
+        """Adopt slots that other processes created; ``on_piece`` is called after each mapped piece."""
         known = {slot.path for slot in self._slots if slot.is_current()}
         for path in _paths(self._directory, self._stem):
             if path not in known:
@@ -169,7 +171,8 @@ class SlotPool:
         return list(dict.fromkeys(digest for digest in known if digest))
 
     def data_of(self, file: LockedFile) -> NDArray[np.uint8] | None:
-        """Return the bytes of a slot, uint8 [nbytes], if they are mapped here. Any thread may call it."""
+        """Return the bytes of a slot, uint8 [nbytes], if this process has mapped it, else None. Any thread may call
+        this function."""
         identity = file.identity()
         return next((slot.data for slot in list(self._slots) if slot.fd >= 0 and slot.identity() == identity), None)
 

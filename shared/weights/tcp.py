@@ -1,4 +1,4 @@
-"""Weights over TCP: a receiver on another host pulls the publisher's slot, once for all processes of its host."""
+"""Weights over TCP: one process per receiving host pulls the publisher's slot, for all processes of its host."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _NUM_THREADS = 2
 
 
 class TcpReceiver:
-    """Pulls versions from a publisher on another host (one with ``settings.bulk_host``) into a slot, which every
-    process of this host reads. If the publisher offers the changes from a version in a slot of this host, it pulls
-    only these.
+    """Pulls versions from a publisher on another host (with ``settings.bulk_host``) into a slot that all processes of
+    this host read. If a slot of this host has a version from which the publisher offers changes, only the changes are
+    pulled.
 
     If that fails, for lack of shared memory or because the fetching process stalls, it pulls into private memory.
     """
@@ -91,7 +91,7 @@ class TcpReceiver:
 
 
 class _Transfer:
-    """Transfer of one version from its publisher: whole, or as its changes from another version.
+    """Transfer of one version from its publisher: all bytes, or only the changes from another version.
 
     ``num_bytes`` counts the received bytes.
     """
@@ -117,7 +117,8 @@ class _Transfer:
         self.num_bytes += self._pull(self._slot, target, on_bytes)
 
     def _since(self, digest: str, base: NDArray[np.uint8]) -> Fetch:
-        """Return the fetch of the changes from the version with ``digest``, whose bytes are ``base``, uint8 [bytes]."""
+        """Return a function that fetches the changes from the version with ``digest``, whose bytes are ``base``, uint8
+        [bytes]."""
 
         def fetch(target: NDArray[np.uint8], on_bytes: Callable[[int], None]) -> None:
             def make(start: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``Job`` or ``train`` on first use only: the services import this package as well, but use neither."""
+    """Import ``Job`` or ``train`` on first use, because the services import this package and need neither."""
     if name not in ("Job", "train"):
         raise AttributeError(f"module 'penstock' has no attribute '{name}'")
     from penstock import job

@@ -37,7 +37,7 @@ _LIVE_S = 2.0
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics by update.
+    """Values of metrics, for each policy update.
 
     Attributes:
         steps: number of each update.
@@ -103,7 +103,7 @@ class Job:
         return list(self.client.samples(self.id, limit=limit))
 
     def events(self, *, follow: bool = False) -> Iterator[Row]:
-        """Yield the events so far, oldest first; with ``follow`` also new ones, until the job ends."""
+        """Yield the events so far, oldest first; with ``follow`` also new events, until the job ends."""
         return self.client.events(self.id, follow=follow)
 
     def cancel(self) -> JobRecord:

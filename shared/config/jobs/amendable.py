@@ -61,7 +61,7 @@ def ranges_of(config: BaseModel) -> list[dict[str, Any]]:
 
 
 def _owner(config: BaseModel, key: str) -> BaseModel | None:
-    """Return the section that holds a key, or None if the job lacks it."""
+    """Return the section that holds the dotted key ``key``, or None if the job lacks this section."""
     node: Any = config
     for part in key.split(".")[:-1]:
         node = getattr(node, part, None)
@@ -102,7 +102,8 @@ def changed_keys(old: BaseModel, new: BaseModel) -> list[str]:
 
 
 def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted key, value)`` of every value that is not a non-empty section; a list is one value."""
+    """Yield ``(dotted key, value)`` for every leaf of a configuration: a scalar, a list (as one value) or an empty
+    section."""
     for name, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")

@@ -163,8 +163,8 @@ class JobConfig(TrainingJob):
         return self
 
     def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield ``(key, capability, wanted)`` for each key of this kind of job that may need a capability of the
-        engine: the field of ``Caps``, and True if this job needs it."""
+        """Yield ``(key, capability, wanted)`` for each job key that may need a capability of the engine. ``capability``
+        is a field of ``Caps``; ``wanted`` is True if this job needs the capability."""
         yield from ()
 
     @model_validator(mode="after")
@@ -279,7 +279,8 @@ class JobConfig(TrainingJob):
 
     @property
     def assumed_weight(self) -> float:
-        """Factor of the advantages of trajectories whose sampling policy is unknown and assumed to be the newest."""
+        """Factor on the advantages of trajectories whose sampling policy is unknown; they are trained as if the newest
+        policy had sampled them."""
         return 1.0
 
     @property

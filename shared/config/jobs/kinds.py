@@ -43,7 +43,8 @@ KINDS: dict[str, type[AnyJob]] = {
 
 
 def job_model(data: Any) -> type[AnyJob]:
-    """Return the config class for the kind of job file ``data``; that of ``rl`` if the kind is missing or unknown."""
+    """Return the config class for the kind of the job file ``data``; if the kind is missing or unknown, the class for
+    ``rl``."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     return KINDS.get(kind, JobConfig) if isinstance(kind, str) else JobConfig
 

@@ -42,17 +42,17 @@ class Need:
 
     @property
     def extra(self) -> str:
-        """Extra of Penstock that installs the package: the EXTRA in ``pip install penstock[EXTRA]``."""
+        """Name of the pip extra that installs the package: EXTRA in ``pip install penstock[EXTRA]``."""
         return OPTIONAL[self.package]
 
     @property
     def is_engine(self) -> bool:
-        """True if the package is a rollout engine; then it is enough that one worker has it."""
+        """True if the package is a rollout engine: one worker that has the engine is enough for the job."""
         return self.package in ENVIRONMENT_OF
 
 
 def needs(spec: AnyJob) -> list[Need]:
-    """Return the packages that a job needs and that a service may lack, as far as the job file shows them."""
+    """Return the optional packages that a job needs, as far as its job file shows them."""
     if isinstance(spec, EmbodiedJob):
         return []
     found = [Need("rollout.engine", spec.rollout.engine, "rollout")] if spec.rollout.engine in ENVIRONMENT_OF else []

@@ -134,7 +134,8 @@ class OnlineJob(JobConfig):
 
     @property
     def assumed_weight(self) -> float:
-        """Factor of the advantages of posted answers whose sampling policy is unknown and assumed to be the newest."""
+        """Factor on the advantages of posted answers whose sampling policy is unknown; they are trained as if the
+        newest policy had sampled them."""
         return self.online.posted.assumed_weight
 
     @property

@@ -65,7 +65,7 @@ class ServingJob(StrictModel):
         return self
 
     def after(self, trained: JobConfig, path: str) -> ServingJob:
-        """Return the deployment of a checkpoint in the directory ``path``, written by the job ``trained``.
+        """Return a deployment that serves the checkpoint in the directory ``path``, which the job ``trained`` wrote.
 
         Keys set in this file stay; all others are taken from that job, except those only needed for training.
         """

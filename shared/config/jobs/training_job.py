@@ -100,7 +100,7 @@ class PlacementConfig(StrictModel):
 
 
 def known_kind(kind: Any) -> Any:
-    """Return ``kind``. Raises ValueError, with a list of the kinds, if it is unknown."""
+    """Return ``kind`` unchanged. Raises ValueError, with a list of the valid kinds, if ``kind`` is unknown."""
     if kind not in KIND_NAMES:
         raise ValueError(f"found {kind!r}; must be {', '.join(map(repr, KIND_NAMES[:-1]))} or {KIND_NAMES[-1]!r}")
     return kind
@@ -166,7 +166,7 @@ class TrainingJob(StrictModel, ABC):
 
     @property
     def completions_per_group(self) -> int:
-        """Trajectories per draw, including a greedy one that serves as baseline."""
+        """Trajectories per draw, including the greedy trajectory if the algorithm uses one as baseline."""
         return self.algorithm.group_size + self.algorithm.greedy_baseline
 
     @property
@@ -176,6 +176,7 @@ class TrainingJob(StrictModel, ABC):
 
     @property
     def max_draws(self) -> int:
-        """Largest number of draws that are neither trained nor dropped yet, at any time."""
+        """Largest number of draws (attempts to generate a group) that may be open at once, i.e. neither trained nor
+        dropped."""
         t = self.train
         return max(self.groups_per_batch, int((t.max_lag + 1) * self.groups_per_batch * t.oversample))

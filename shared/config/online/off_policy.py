@@ -38,7 +38,7 @@ class PreferenceConfig(StrictModel):
 
 
 class OffPolicyConfig(StrictModel):
-    """Losses beside the policy loss, for data that the policy loss cannot use."""
+    """Losses in addition to the policy loss, for data that the policy loss cannot use."""
 
     supervised: SupervisedConfig | None = None
     """Imitate corrections, demonstrations and good answers; null rejects them."""

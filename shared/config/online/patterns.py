@@ -51,7 +51,8 @@ def _spelt_out(pattern: str) -> str:
 
 
 def _escape(part: str, bracket: str) -> str:
-    """Return the RE2 equivalent of an escape; ``bracket`` is the opening of the enclosing brackets, or ''."""
+    """Return the RE2 equivalent of the escape sequence ``part``. ``bracket`` is the opening token of the enclosing
+    character class, such as `[^`; '' outside of a class."""
     name = part[1].lower()
     if name == "b" and not bracket:
         raise ValueError(f"'{part}' knows ASCII letters alone: leave it out, or write what may stand there")

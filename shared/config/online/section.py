@@ -29,7 +29,7 @@ __all__ = [
 
 
 class PostedConfig(StrictModel):
-    """Uses of posted interactions beside imitation."""
+    """Use of posted interactions in the policy loss, in addition to imitation."""
 
     trusted_keys: list[str] = Field(default_factory=list, max_length=64)
     """Ids of the API keys whose posted tokens the policy loss may use; `*`: every key that may post feedback."""
@@ -49,8 +49,8 @@ class PostedConfig(StrictModel):
 
 
 class NewSourcesConfig(StrictModel):
-    """New sources of feedback. A source is an API key; it is new until it has judged enough of the answers that
-    reference keys judged too."""
+    """Limits on new sources of feedback. A source is an API key; it counts as new until it has judged enough answers
+    that reference keys judged, too."""
 
     reference_keys: list[str] = Field(min_length=1, max_length=64)
     """Ids of the API keys that are trusted from the start, such as an automatic judge or auditors."""
@@ -86,7 +86,7 @@ def with_defences(data: Any) -> Any:
 
 
 def _under(preset: Any, written: Any) -> Any:
-    """Return a section whose unset keys are filled in from the preset."""
+    """Return the user's section ``written``, with its unset keys filled in from ``preset``."""
     return {**preset, **written} if isinstance(preset, Mapping) and isinstance(written, Mapping) else written
 
 
@@ -212,8 +212,8 @@ class OnlineConfig(StrictModel):
         return with_defences(data)
 
     def metric(self, name: str) -> MetricConfig | None:
-        """Return the definition of the metric ``name``, or None if it does not count. An undeclared `reward` is a
-        float."""
+        """Return the definition of the metric ``name``, or None if the job declares no such metric. `reward` is a float
+        metric even if undeclared."""
         return self.metrics.get(name, UNDECLARED_REWARD if name == REWARD else None)
 
     def of_level(self, level: Level) -> dict[str, MetricConfig]:
@@ -227,7 +227,7 @@ class OnlineConfig(StrictModel):
 
     @property
     def is_defended(self) -> bool:
-        """True if a setting bounds the influence that one sender of feedback, or one policy update, can have."""
+        """True if any setting limits the influence of a single feedback sender or of a single policy update."""
         shares = (self.max_share_per_key, self.max_share_per_asker, self.max_share_per_user)
         sections = (self.new_sources, self.quarantine, self.promotion)
         return min(shares) < 1 or self.raters != "any" or any(section is not None for section in sections)
@@ -239,7 +239,7 @@ class OnlineConfig(StrictModel):
 
     @property
     def without_consent(self) -> str:
-        """Reason why the conversations of a user without consent are not trained on."""
+        """Reason code recorded for conversations that are not trained on because the user did not consent."""
         return "opted_out" if self.consent == "opt_out" else "no_consent"
 
     @property

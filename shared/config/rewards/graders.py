@@ -94,7 +94,7 @@ class GraderMessage(StrictModel):
 
     @property
     def text(self) -> str:
-        """Text of all parts, with slots."""
+        """Text of all parts of the message; its slots are not filled in yet."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -157,8 +157,8 @@ class MultiGrader(_Grader):
     @field_validator("graders", mode="before")
     @classmethod
     def _one_alone(cls, value: Any) -> Any:
-        """Accept one grader in place of a mapping of graders: OpenAI's SDK declares one, while OpenAI's guide declares
-        a mapping."""
+        """Accept a single grader in place of a mapping of graders, because OpenAI's SDK and OpenAI's guide differ
+        here."""
         if isinstance(value, dict) and isinstance(value.get("type"), str):
             return {str(value.get("name")): value}
         return value
@@ -190,7 +190,7 @@ def parts_of(grader: AnyGrader) -> dict[str, Part]:
 
 
 def fields_of(grader: AnyGrader) -> set[str]:
-    """Return the fields of a data row that the grader's slots name; a Python grader may read others."""
+    """Return the fields of the data row that the grader's slots name. A Python grader may read further fields."""
     return {field for part in parts_of(grader).values() for text in _texts(part) for field in item_fields(text)}
 
 

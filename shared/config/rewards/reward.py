@@ -53,7 +53,7 @@ class RewardConfig(StrictModel):
 
     @property
     def component_names(self) -> list[str]:
-        """Name of each scorer, its `name` or type, with a number where names would repeat."""
+        """Name of each scorer: its `name`, or else its type, with a number appended if the name is already taken."""
         names: list[str] = []
         taken = {scorer.name for scorer in self.scorers}
         for scorer in self.scorers:
@@ -65,6 +65,6 @@ class RewardConfig(StrictModel):
 
     @property
     def whole_groups(self) -> bool:
-        """True if a scorer takes all completions of a group at once."""
+        """True if a scorer scores all completions of a group in one call."""
         kinds = (RewardModelScorer, JudgeScorer, HttpScorer, GraderScorer)
         return any(isinstance(scorer, kinds) for scorer in self.scorers)

@@ -44,8 +44,8 @@ def _web_address(value: str) -> str:
 
 
 def _variable_name(value: str) -> str:
-    """Return the name of an environment variable. Raises ValueError if the variable is not one that may contain a key
-    for an external service."""
+    """Return ``value`` if it is the name of an environment variable that may hold a key for an external service. Raises
+    ValueError otherwise."""
     if not _VARIABLE.fullmatch(value):
         raise ValueError(
             "must be the NAME of an environment variable of the reward service (upper case), never the key itself"

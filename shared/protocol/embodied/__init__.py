@@ -1,1 +1,1 @@
-"""Messages of embodied jobs: simulators, groups of episodes, films."""
+"""Messages of embodied jobs: simulators, groups of episodes, videos."""

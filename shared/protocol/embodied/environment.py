@@ -140,8 +140,8 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ObservationMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared memory with the current observations of a session. A client that is connected to the session by a Unix
-    socket reads it.
+    """Shared memory with the current observations of a session, for clients that are connected to the session by a Unix
+    socket.
 
     The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. The memory
     holds the observations of the last reply until the next request is sent.
@@ -209,7 +209,7 @@ class ResetReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """Request to step n environments: ``actions`` [n, C, ...] has a chunk of C actions for each.
+    """Request to step n environments. ``actions`` [n, C, ...] has a chunk of C actions for each environment.
 
     ``next_state_ids`` [n] are the state ids of the episodes that begin by ``auto_reset``. If it is empty (shape [0]),
     the server adds the number of environments of the session to each state id. After a restore it refuses an empty
@@ -317,8 +317,8 @@ class SnapshotReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RestoreRequest:
-    """Request to continue stored episodes in n environments, as new episodes that start with the length and return of
-    the stored ones.
+    """Request to continue stored episodes in n environments. The continued episodes are new episodes that start with
+    the length and return of the stored ones.
 
     ``snapshots`` and ``sizes`` are as in ``SnapshotReply``, ``observe`` is as in ``ResetRequest``. The reply is a
     ``ResetReply``.
@@ -333,7 +333,8 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
-    """Keep-alive of a client without other requests; the reply is the same message. It does not advance ``seq``."""
+    """Keep-alive message of a client that sends no other requests; the reply is the same message. A keep-alive does not
+    advance ``seq``."""
 
     seq: int
 
@@ -373,7 +374,7 @@ def encode_env(body: Body) -> bytes:
 
 
 def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
-    """Decode a message that must be one of ``kinds``.
+    """Decode a message whose type must be one of ``kinds``.
 
     Raises:
         ProtocolError: another schema or kind, missing fields, or arrays of a wrong dtype.
@@ -397,7 +398,8 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
 
 
 def _problem(field: str, value: Any) -> str:
-    """Return the requirement of ``field`` that ``value`` violates; '' if it fits."""
+    """Return the requirement that ``value`` violates as the value of ``field``, for an error message; '' if it violates
+    none."""
     if field in _DTYPES:
         dtype = _DTYPES[field]
         if not isinstance(value, np.ndarray) or (dtype is not None and value.dtype != dtype):

@@ -1,4 +1,5 @@
-"""Films of held-out episodes in the stream VIDEOS: an MP4 file as data, its metadata in one header."""
+"""Videos of held-out episodes in the stream VIDEOS: each message has an MP4 file as data, and its metadata in one
+header."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ HEADER = "Penstock-Video"
 
 
 class Video(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata of one film.
+    """Metadata of one video.
 
     Attributes:
         name: name of the file, `VERSION-RESET_ID.mp4`.
@@ -36,7 +37,7 @@ class Video(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def video_headers(video: Video) -> dict[str, str]:
-    """Return the headers of the message that carries the film with the metadata ``video``."""
+    """Return the headers of the message that carries the video with this metadata."""
     return {HEADER: msgspec.json.encode(video).decode("ascii", "replace")}
 
 

@@ -30,7 +30,7 @@ DIGITS = [place for place in range(ID_LENGTH) if place not in (8, 13, 18, 23)]
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """One draw of an online job: turns of an episode that were not trained on before, and their feedback.
+    """One draw of an online job: turns of an episode that no earlier draw trained on, and the feedback on these turns.
 
     ``interactions`` (in turn order) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of
     the turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` is the key
@@ -78,7 +78,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
-    """Live interactions were admitted to training: one draw each, opened in the same decision.
+    """Live interactions were admitted to training. Each admission opens one draw, in the same ledger entry.
 
     All items with sequences below ``low_interactions`` and ``low_feedback`` are decided; a new leader reads the streams
     from these sequences on.
@@ -97,8 +97,8 @@ class Quarantined(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Packed ids of items, 16 bytes each. ``texts`` has the ids that are not UUIDs in canonical form; no API accepts
-    such ids."""
+    """Packed ids of items, 16 bytes each. ``texts`` has the ids that are not canonical UUIDs; no API accepts such
+    ids."""
 
     packed: bytes = b""
     texts: tuple[str, ...] = ()
@@ -122,8 +122,8 @@ class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return PackedIds(self.packed + other.packed, self.texts + other.texts)
 
     def unpack(self) -> list[str]:
-        """Return the ids; those of ``texts`` come last. This copies one digit of all ids at a time, which takes half
-        the time of slicing each id."""
+        """Return the ids; the ids in ``texts`` come last. Copying one digit of all ids at a time takes half the time of
+        slicing each id."""
         digits = self.packed.hex().encode()
         found = bytearray(b"-") * (len(self.packed) // ID_BYTES * ID_LENGTH)
         for place, column in enumerate(DIGITS):
@@ -208,7 +208,8 @@ class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
-    """Start of a canary trial: ``version`` met every bound on ``figures`` and answers ``share`` of the conversations.
+    """Start of a canary trial: ``version`` met every bound (``figures`` are its measured values) and now answers a
+    ``share`` of the conversations.
 
     ``served``: the version that answers the others. No batch is sealed until ``Promoted``, ``PromotionRefused`` or a
     fork ends the trial.
@@ -223,7 +224,7 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """Reward of one conversation during a canary trial. In jobs in which turns get no credit from each other, each
+    """Reward of one conversation during a canary trial. If feedback on one turn does not affect other turns, each
     answer counts as a conversation.
 
     ``interactions`` are its answers, all by one version: the one on trial if ``is_canary``, else the served one.
@@ -240,8 +241,8 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CanaryJudged(Event, frozen=True, kw_only=True, tag=True):
-    """Conversations were judged during a canary trial of ``version``: some with that version, some with the served
-    one."""
+    """Conversations were judged during a canary trial of ``version``: conversations with this version, and
+    conversations with the served version."""
 
     version: int
     judged: list[Judged]

@@ -44,7 +44,8 @@ class JobStarted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
-    """A user changed the job file: ``settings``, which are complete, apply to every batch from ``number`` on.
+    """A user changed the job file. ``settings`` has all amendable settings, and applies to every batch from ``number``
+    on.
 
     ``update_index``: number of updates before batch ``number`` in the lineage.
     """
@@ -81,7 +82,8 @@ class Dropped(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Redrawn(Event, frozen=True, kw_only=True, tag=True):
-    """A user requested the prompt of dead letter ``letter`` again: ``draw`` is the new draw, whose ticket follows."""
+    """A user had the prompt of dead letter ``letter`` drawn again, as ``draw``; the leader then publishes a ticket for
+    this draw."""
 
     letter: int
     draw: Draw
@@ -113,7 +115,7 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
-    """Settings of an update: peak learning rate, weight of the KL, length of the run.
+    """Settings of a policy update: peak learning rate, KL coefficient, and number of updates of the run.
 
     ``learning_rate`` is None if each network has its own, ``kl_coef`` is None if there is no KL or the trainer adapts
     the weight, and ``max_updates`` is None if only the data ends the run.
@@ -125,8 +127,8 @@ class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracking(msgspec.Struct, frozen=True, array_like=True):
-    """Increments that a batch adds to the mean rewards tracked as baselines. The means themselves are not recorded,
-    because an earlier batch may be refused.
+    """Amounts that a batch adds to the tracked mean rewards, which serve as baselines. Only the amounts are recorded,
+    because an earlier batch may still be refused, which changes the means.
 
     ``rewards`` has ``(sum of rewards, count)`` by kind of prompt. ``keep`` is the decay that is first applied to the
     accumulated rewards of these kinds. See algorithms.baseline.
@@ -137,8 +139,8 @@ class Tracking(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
-    """The groups of one policy update are fixed, in order: this event commits the batch. A batch with a higher revision
-    replaces a refused batch of its number."""
+    """This event commits the batch: it fixes the groups of one policy update and their order. A batch with a higher
+    revision replaces a refused batch with the same number."""
 
     number: int
     revision: int
@@ -154,7 +156,8 @@ class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
-    """The trainer could not train a sealed batch; the ``bad`` draws are dropped, the others return to the pool."""
+    """The trainer could not train a sealed batch: the draws in ``bad`` are dropped, and its other draws become
+    available for batches again."""
 
     number: int
     revision: int
@@ -166,7 +169,8 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
-    """The trainer trained the batch, so all of its draws are terminal. ``digest`` is of the weights of ``version``.
+    """The trainer trained the batch, so all of its draws are terminal. ``digest`` is the digest of the new weights,
+    ``version``.
 
     ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of ``version``. The
     leader writes the row of METRICS from them; after a takeover, the new leader writes a missing row.

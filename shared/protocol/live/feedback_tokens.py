@@ -1,4 +1,5 @@
-"""Tokens for one item of feedback on one answer or episode, for pages that ask visitors and should hold no API key."""
+"""Tokens that allow one item of feedback on one answer or episode, for web pages that ask visitors for feedback and
+must not hold an API key."""
 
 from __future__ import annotations
 

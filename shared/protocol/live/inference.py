@@ -36,7 +36,8 @@ SIGN_EVERY_S = 1.0
 
 
 class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request; None: the job's setting. The seed is always set."""
+    """Sampling parameters of a client's request. A parameter that is None has the value in the job file; the seed is
+    always set."""
 
     seed: int
     max_new_tokens: int | None = None
@@ -53,8 +54,8 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a choice that the client has already received from another worker; the worker that gets it continues
-    after this part."""
+    """Part of a choice that another worker already sent to the client; the new worker continues the choice after this
+    part."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -105,8 +106,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to a request. If ``accepted`` is True, ``worker`` (one session of one process) takes the request; if
-    ``accepted`` is False, another worker may take it."""
+    """Reply of ``worker`` (one session of one process) to a request. ``accepted`` True: the worker takes the request;
+    False: another worker may take it."""
 
     worker: str
     accepted: bool
@@ -123,8 +124,8 @@ class ToolCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a choice. ``start`` is the number of output tokens of the choice before them; -1: the tokens are
-    the echoed prompt.
+    """New tokens of a choice. ``start`` is the number of output tokens that precede them; -1 marks the tokens of the
+    echoed prompt.
 
     ``pieces`` and ``top`` (texts and log-probs of tokens) are present if log-probs were requested. The chunk with
     ``finish`` is the last one of the choice; it is sent once its interaction is stored (``recorded``),
@@ -148,7 +149,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Request that this worker cannot complete; ``error`` names a class of shared/errors.py."""
+    """Message that the worker cannot complete a request; ``error`` is the name of a class in shared/errors.py."""
 
     request: str
     error: str
@@ -156,8 +157,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunks(msgspec.Struct, frozen=True):
-    """New chunks and failures for one gateway. ``in_hand``: ids of the gateway's requests that the worker runs; None:
-    not included in this message."""
+    """New chunks and failures for one gateway. ``in_hand`` lists the ids of the gateway's requests that the worker is
+    running; None: the list is not part of this message."""
 
     worker: str
     chunks: list[Chunk] = []
@@ -166,15 +167,15 @@ class Chunks(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True):
-    """Message by which a gateway cancels its own request. ``gone``: True if the client disconnected, so that the worker
-    records the partial answer."""
+    """Message of a gateway that cancels its own request. ``gone``: the client disconnected, so the worker records the
+    partial answer."""
 
     request: str
     gone: bool
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of the gateway that holds the answer to a request, for the case that the client retries the request.
+    """Record that names the gateway which holds the answer to a request, so that a client's retry finds the answer.
 
     ``ids``: interaction ids of the request; ``episode``: its episode.
     """
@@ -185,8 +186,8 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``gateway`` to take over an unread answer of another gateway, because the client's retry reached
-    ``gateway``.
+    """Request of ``gateway`` to take over the answer that another gateway holds, because the client retried its request
+    at ``gateway``.
 
     ``key`` is common to all attempts of one request, ``request`` is the id of the earlier attempt.
     """

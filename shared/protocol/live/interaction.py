@@ -90,7 +90,8 @@ class Redacted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of a served request, recorded by the worker that sampled it before the client receives its last token.
+    """One choice of a served request. The worker that sampled the choice stores this record before it sends the last
+    token to the client.
 
     ``token_ids`` and ``logprobs`` have the same length; ``spans`` cover them. ``request`` is shared by the choices of
     one request: they are siblings of one prompt. ``episode`` is never empty: a request without one gets its own.
@@ -141,7 +142,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One accepted item of feedback, durable in FEEDBACK before its sender receives the 202.
+    """One accepted item of feedback. FEEDBACK stores the item durably before its sender receives HTTP 202.
 
     An item of kind `retraction` withdraws the item that ``body`` names; `release` and `drop` end the quarantine of an
     item. ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
@@ -183,12 +184,13 @@ class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sender_number(key_id: str) -> int:
-    """Return the sender number of a key, in [0, NUM_SENDERS), under which the bytes that it posts are counted."""
+    """Return the number in [0, NUM_SENDERS) under which the posted bytes of an API key are counted."""
     return xxhash.xxh3_64_intdigest(key_id.encode()) % NUM_SENDERS
 
 
 def senders_header(sizes: Iterable[tuple[str, int]]) -> str:
-    """Return the value of SENDERS_HEADER for items of ``(key_id, bytes)``."""
+    """Return the value of the header SENDERS_HEADER: the sum of bytes by sender number, for items ``(key_id,
+    bytes)``."""
     total: Counter[int] = Counter()
     for key_id, nbytes in sizes:
         total[sender_number(key_id)] += nbytes
@@ -196,7 +198,7 @@ def senders_header(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
-    """Return the bytes by sender number in SENDERS_HEADER; empty if the header is absent or invalid."""
+    """Parse the header SENDERS_HEADER to a dict of bytes by sender number; empty if the header is absent or invalid."""
     try:
         pairs = (pair.split(":") for pair in headers.get(SENDERS_HEADER, "").split())
         return {int(number, 16) % NUM_SENDERS: max(0, int(nbytes)) for number, nbytes in pairs}
@@ -205,7 +207,8 @@ def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """Deletion of one user's data in one job, stored in FEEDBACK: only ids, which identify no person.
+    """Record, stored in FEEDBACK, that one user's data in one job was deleted. It contains only ids, which identify no
+    person.
 
     ``user`` is an HMAC. The interactions and feedback no longer exist; feedback on them is rejected. Whatever was
     admitted of the user's conversations before ``time`` (Unix seconds) is deleted, too, even if not listed.
@@ -218,7 +221,8 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
-    """Ids of decided feedback that was removed from FEEDBACK: they are not accepted again.
+    """Ids of decided feedback items that were removed from FEEDBACK; a feedback item posted again under one of these
+    ids has no effect.
 
     ``heads`` are (kind, metric, key) triples, which rows refer to by index; a row is (id of 16 bytes, fingerprint of 32
     bytes, revision, receive time in Unix seconds, original sequence, index of its head). About 65 bytes per item.
@@ -229,8 +233,8 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Feedback]]) -> FeedbackIds:
-        """Pack items, each with the sequence of its message; items without canonical id, which no API accepts, are
-        left out."""
+        """Pack ``(sequence of the message, item)`` pairs. Items whose id is not a canonical UUID are left out; no API
+        accepts such ids."""
         heads: dict[tuple[str, str, str], int] = {}
         rows = []
         for seq, item in items:
@@ -242,7 +246,7 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
         return cls(heads=list(heads), rows=rows)
 
     def items(self, job: str) -> list[tuple[int, Feedback]]:
-        """Return the items without their content, each with its original sequence."""
+        """Return the items as ``(original sequence, item)``; the items have no content, because only ids were kept."""
         found = []
         for id, fingerprint, revision, received, seq, head in self.rows:
             kind, metric, key_id = self.heads[head]
@@ -262,7 +266,8 @@ UNDECIDED = frozenset({"received", "matched", "quarantined"})
 
 
 class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one item of feedback, appended to DECISIONS and never changed; the newest status of an item counts.
+    """Status of one item of feedback, appended to DECISIONS and never changed. If an item has several statuses, the
+    newest one counts.
 
     Final statuses follow from the ledger.
     """
@@ -282,8 +287,8 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One of possibly several statuses of an interaction. The newest status with an ``ordinal`` counts, because such a
-    status follows from the ledger. If no status has an ``ordinal``, the first one counts."""
+    """One of possibly several statuses of an interaction. The newest status with an ``ordinal`` counts, because it
+    follows from the ledger; if none has an ``ordinal``, the first status counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]
@@ -307,7 +312,7 @@ class StatusBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict[str, str]:
-    """Return the tags as they may be stored: the user's name is replaced by a pseudonym."""
+    """Return the tags as they may be stored, with the user's name replaced by a pseudonym."""
     return {name: pseudonym(value) if name == USER_TAG else value for name, value in tags.items()}
 
 
@@ -321,8 +326,8 @@ def named_users(user: str, tags: Mapping[str, str], pseudonym: Callable[[str], s
 
 
 def job_mark(job: str) -> int:
-    """Return the suffix that the ids of a job's interactions and episodes share. It reveals the job of feedback even
-    if the target is not stored yet."""
+    """Return the 32-bit suffix shared by all ids of a job's interactions and episodes. It lets the coordinator find the
+    job of a feedback item even before the item's target is stored."""
     return xxhash.xxh32_intdigest(job.encode())
 
 

@@ -29,7 +29,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of prompt and answer, or ``flaw``, the name of the reason why they cannot be used. The tokens of an answer
+    """Tokens of prompt and answer, or ``flaw``, a code for the reason why they cannot be used. The tokens of an answer
     given as text end with the end-of-sequence token.
 
     ``logprobs`` are of logits (temperature 1), under policy ``version``. ``prompt`` and ``text`` are the decoded tokens

@@ -1,4 +1,4 @@
-"""Signed texts: any process with the secret can verify and read them, and none of them is stored."""
+"""Signed texts: any process with the secret can verify and read them, so they need not be stored."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def code_of(error: PenstockError) -> int:
 
 
 def result_code(record: JobRecord) -> int:
-    """Return the exit code for a job's end; 0 for a job that still runs."""
+    """Return the exit code for the result of a job; 0 if the job still runs."""
     return {"failed": FAILED, "cancelled": CANCELLED}.get(record.status.phase, OK)
 
 

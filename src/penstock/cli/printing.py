@@ -49,7 +49,8 @@ _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on standard output or error; where that is no terminal, it is wide, so that no text is cut."""
+    """Return a console on standard output or standard error. If the stream is not a terminal, the console is wide, so
+    that no text is cut."""
     plain = Console(highlight=False, emoji=False, markup=False, stderr=stderr)
     if plain.is_terminal:
         return plain
@@ -104,7 +105,7 @@ def event_line(row: dict[str, Any]) -> Text:
 
 
 def number(value: Any) -> str:
-    """Format a whole number in full, any other with four significant digits; '' for None."""
+    """Format a whole number in full, and any other number with four significant digits; '' for None."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -102,7 +102,8 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: 
 
 
 def _relative_paths(written: Any, changed: Any) -> list[str]:
-    """Return ``[the absolute path]`` if the ``path`` of a section is relative in the job file, otherwise [].
+    """Return the absolute path of a section as a list if the job file has a relative ``path`` in the section, otherwise
+    [].
 
     ``written`` is the section in the job file, ``changed`` is the same section with absolute paths.
     """

@@ -38,7 +38,8 @@ Goal = str
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request and the reader of its reply. ``key``: idempotency key; None: a new one for each POST."""
+    """One HTTP request and the function that reads its reply. ``key`` is the idempotency key; None: each POST gets a
+    new one."""
 
     method: str
     path: str
@@ -50,7 +51,8 @@ class Call(Generic[T]):
     extra_headers: Mapping[str, str] = field(default_factory=dict)
 
     def headers(self) -> dict[str, str]:
-        """Return the headers. A POST carries a key, so that a retry after a lost reply has no second effect."""
+        """Return the headers. A POST carries an idempotency key, so that a retry after a lost reply has no second
+        effect."""
         found = {"Idempotency-Key": self.key or new_attempt()} if self.method == "POST" else {}
         if self.body is not None:
             found["Content-Type"] = "application/json"
@@ -173,7 +175,7 @@ def replay_of(from_batch: int | None, to_batch: int | None, *, feedback: bool) -
 
 
 def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:
-    """Return the request for one page of events; its result is the events, and True if there are more."""
+    """Return the request for one page of events. Its result is ``(events, has_more)``."""
     params = {"after": after, "limit": limit}
     return Call("GET", f"/v1/jobs/{job}/events", lambda data: (data["data"], data["has_more"]), params)
 

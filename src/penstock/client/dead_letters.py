@@ -24,7 +24,8 @@ def _show(job: str, id: int) -> Call[DeadLetter]:
 
 
 def _replay(job: str, id: int) -> Steps[DeadLetterReplay]:
-    """Retry a dead letter; return the new ``draw`` of its prompt, or the number of its messages ``stored`` once more.
+    """Retry a dead letter. Return the new ``draw`` of its prompt, or the number of its messages that were ``stored``
+    again.
 
     Raises NotFound, Conflict: the job does not draw prompts now, or still cannot decode the message.
     """

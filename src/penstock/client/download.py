@@ -49,7 +49,8 @@ class Download:
         return self._part.stat().st_size if self._part.exists() else 0
 
     def headers(self) -> dict[str, str]:
-        """Return headers that request the missing rest of the file, or all of it if it has changed on the server."""
+        """Return headers that request the missing rest of the file, or the whole file if it has changed on the
+        server."""
         start = self.received
         if self._sha256 is None or start == 0 or (self._nbytes is not None and start >= self._nbytes):
             return {}
@@ -104,7 +105,8 @@ class Download:
 
 
 def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] | None) -> list[Download]:
-    """Return a download for each file of a checkpoint (only for ``names``, if given) that ``directory`` lacks.
+    """Return a download for each file of a checkpoint that ``directory`` lacks; ``names`` restricts the files (None:
+    all).
 
     Raises:
         Conflict: the server does not have the files.

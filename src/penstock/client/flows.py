@@ -106,7 +106,7 @@ def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
 
 
 def until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
-    """Wait for an operation, also while the server is unreachable, and return its result.
+    """Wait until an operation is done, even while the server is unreachable, and return its result.
 
     Raises:
         Conflict: the operation failed.

@@ -14,7 +14,8 @@ __all__ = ["AsyncModels", "Models"]
 
 
 def _list() -> Call[list[Model]]:
-    """List training jobs and deployments by name, and checkpoints that the first request to them deploys."""
+    """List training jobs and deployments by name, and checkpoints; a checkpoint is deployed by the first request to
+    it."""
     return Call("GET", "/v1/models", many(Model))
 
 
@@ -24,7 +25,8 @@ def _show(model: str) -> Call[Model]:
 
 
 def _versions(model: str) -> Call[list[ModelVersion]]:
-    """List a model's versions, newest first: the newest, the served one, and all with a checkpoint. Raises NotFound."""
+    """List a model's versions, newest first: the newest version, the served version, and all with a checkpoint. Raises
+    NotFound."""
     return Call("GET", f"{_path(model)}/versions", many(ModelVersion))
 
 
@@ -41,7 +43,8 @@ def _promote(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row
 
 
 def _roll_back(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Discard all updates after ``version``. Its weights get a new version number, which is returned as ``version``.
+    """Discard all updates after ``version``. Training continues from its weights under a new version number, returned
+    as ``version``.
 
     Raises:
         NotFound: no checkpoint has the version.

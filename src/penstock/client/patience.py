@@ -51,7 +51,7 @@ class Attempts:
 
 
 class Patience:
-    """Timer since the server's last reply."""
+    """Timer that measures the time since the server's last reply."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -64,7 +64,8 @@ class Patience:
         self._failures = 0
 
     def after(self, error: Unavailable) -> float:
-        """Return the seconds to pause before the next attempt; raise ``error`` if the last reply is too long ago."""
+        """Return the seconds to pause before the next attempt; raise ``error`` if the server has not replied for too
+        long."""
         if time.monotonic() - self._since > self._seconds:
             raise error
         self._failures += 1

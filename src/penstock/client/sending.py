@@ -52,7 +52,8 @@ Steps = Generator[Call[Any] | Pause, Any, T]
 
 
 class _Walk(Generic[T]):
-    """Advances a generator of steps. The caller performs ``step``, then sets ``reply`` or ``error``."""
+    """Drives a generator of steps. The caller performs ``step``, sets ``reply`` or ``error``, and calls ``goes_on``
+    again."""
 
     def __init__(self, steps: Steps[T]) -> None:
         self._steps = steps

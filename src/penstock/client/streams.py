@@ -105,7 +105,8 @@ class Streams:
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     def follow(self, path: str, after: Place, **params: Any) -> Iterator[Row]:
-        """Yield the data of the events after ``after``, to the end of the stream, across reconnects.
+        """Yield the data of each event after the event ``after``, until the stream ends; reconnect when the connection
+        breaks.
 
         Raises NotFound, Unavailable.
         """

@@ -28,7 +28,8 @@ def _promote(job: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
 
 
 def _roll_back(job: str, checkpoint: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Discard all updates after a checkpoint. Its weights get a new version number, which is returned as ``version``.
+    """Discard all updates after a checkpoint. Training continues from its weights under a new version number, returned
+    as ``version``.
 
     Raises:
         Conflict: no such checkpoint, nothing was trained after it, or the log does not reach back to it.

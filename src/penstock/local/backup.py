@@ -87,7 +87,8 @@ class StoredStream(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """Path outside of the data directory that a job file names. ``file``: copy of the file; None for a directory."""
+    """Path outside of the data directory that a job file names. ``file`` is the copy in the backup; None if the path is
+    a directory."""
 
     job: str
     path: str
@@ -95,7 +96,8 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of ``manifest.json``, which is written last: a directory without it is no backup."""
+    """Contents of ``manifest.json``. This file is written last, so that an interrupted backup has none and is not
+    restored."""
 
     schema: int
     taken: float
@@ -154,7 +156,7 @@ def _empty(target: Path) -> None:
 
 @asynccontextmanager
 async def _held(bus: Bus) -> AsyncIterator[None]:
-    """Request that the leader delete nothing within the context; without a leader nothing is deleted anyway."""
+    """Ask the leading coordinator to delete nothing within the context. Without a leader, nothing is deleted anyway."""
 
     async def again() -> None:
         while True:
@@ -223,7 +225,8 @@ async def _take(bus: Bus, data_dir: Path, target: Path, report: Report) -> Backu
 
 
 async def _lost(bus: Bus, links: _Links, mark: int) -> str:
-    """Return a message if a checkpoint or a part of a ledger was deleted before the backup linked it, otherwise ''.
+    """Return an error message if a checkpoint or part of a ledger was deleted before the backup could link it,
+    otherwise ''.
 
     Most of a long ledger is in the archive. This function reads the linked archive, which the backup will contain.
     """
@@ -238,8 +241,8 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Return the path of the newest checkpoint that no rollback had undone up to ledger position ``mark``; '' if there
-    is none.
+    """Return the path of the newest checkpoint up to ledger position ``mark`` that no rollback had undone by then; ''
+    if there is none.
 
     Raises:
         ArchiveError: a part of the ledger is missing.
@@ -273,7 +276,7 @@ async def _save(bus: Bus, name: str, target: Path, mark: int | None) -> StoredSt
 
 
 class _Links:
-    """Hard links to the files of a data directory, which remain when the files are deleted."""
+    """Hard links to the files of a data directory. A linked file remains even if the deployment deletes it."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir, self._folder = data_dir, data_dir / f".backup-{os.getpid()}"
@@ -319,7 +322,8 @@ def _is_done(path: Path) -> bool:
 
 
 def _is_whole(root: Path, name: Path) -> bool:
-    """Return True if a file under ``checkpoints/JOB/CHECKPOINT`` belongs to a committed checkpoint."""
+    """Return False if the file belongs to a checkpoint (``checkpoints/JOB/CHECKPOINT``) that is not committed,
+    otherwise True."""
     return len(name.parts) < 4 or (root / Path(*name.parts[:3]) / "COMMIT").exists()
 
 
@@ -472,7 +476,7 @@ async def _cut(bus: Bus, stream: str, mark: int) -> None:
 
 
 async def _repoint(bus: Bus, manifest: BackupManifest, data_dir: Path) -> list[str]:
-    """Rewrite paths in job files to their new locations; return messages about paths that are missing."""
+    """Change paths in job files to the files' new locations; return a message for each path that is missing."""
     notes, store = [], JobStore(bus)
     for entry in (await store.index()).all():
         moved = {manifest.data_dir: str(data_dir)}

@@ -1,5 +1,5 @@
-"""Child processes under supervision: the kinds of processes, the loop that restarts them, and the guard that has the
-NATS server restarted after its disk was full."""
+"""Child processes under supervision: kinds of processes, the loop that restarts them, and the guard that restarts the
+NATS server after its disk was full."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ROOM_BYTES = 8 << 20
 
 
 class Child(Protocol):
-    """A process that can be started again after its end, with the same name and settings."""
+    """A process that can be started again after it ended, with the same name and settings."""
 
     name: str
 
@@ -72,11 +72,11 @@ class Child(Protocol):
         ...
 
     def start(self) -> None:
-        """Start the process; blocks. Raises ConfigError, DeadlineError or OSError."""
+        """Start the process. The call blocks. Raises ConfigError, DeadlineError or OSError."""
         ...
 
     def stop(self, *, deadline_s: float) -> None:
-        """Request the end of the process, and kill it at the deadline; blocks."""
+        """Ask the process to end, and kill it at the deadline; block until it has ended."""
         ...
 
 
@@ -173,7 +173,7 @@ class ServiceProcess:
 
 
 class ServiceRanks:
-    """Runs several processes of one service that work as one group, with torchrun's environment variables.
+    """Runs one service as a group of processes (ranks), with torchrun's environment variables.
 
     The group counts as ended as soon as one process ends. ``start`` then kills the others, and starts all processes
     again with another port.
@@ -216,7 +216,7 @@ class ServiceRanks:
 
     @property
     def log(self) -> Path:
-        """Log of the rank that probably ended first; of rank 0 while all are alive."""
+        """Path of the log of the rank that probably ended first; while all ranks are alive, of rank 0."""
         return self._first_to_end.log
 
     @property
@@ -256,7 +256,8 @@ class ServiceRanks:
 
     @property
     def _first_to_end(self) -> ServiceProcess:
-        """Rank that probably ended first: a rank that a signal killed, if any; the others then end with an error."""
+        """Rank that probably ended first: a rank that a signal killed, if there is one, because the other ranks then
+        end with an error."""
         ended = [rank for rank in self._ranks if not rank.running]
         return min(ended or self._ranks[:1], key=lambda rank: rank.exit_code or 0)
 
@@ -342,7 +343,7 @@ class KeptAlive:
                 self._report(f"{self.child.name} runs again, but that is not written down: {error}")
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop the process, in any thread; only its start needs the thread of ``starter``."""
+        """Stop the child. Any thread may stop a child, although only the thread of ``starter`` may start it."""
         await asyncio.to_thread(partial(self.child.stop, deadline_s=deadline_s))
 
     async def _end_of_child(self) -> None:
@@ -367,7 +368,7 @@ class KeptAlive:
 
 
 class DiskGuard:
-    """Has the NATS server of this machine restarted, by another task, once its full disk has room again.
+    """Kills the NATS server of this machine once its full disk has room again; the supervisor then restarts the server.
 
     A stream whose write failed accepts no message, even after there is room, until the server reads its files again.
     The files contain all acknowledged messages. Publishers retry the requests that fail meanwhile.
@@ -379,7 +380,8 @@ class DiskGuard:
         self._nats, self._report = nats, report
 
     async def run(self) -> None:
-        """Until cancelled: when the server reports a flaw, wait for disk space, then kill the server for a restart."""
+        """Run until cancelled: whenever the server reports a fault, wait for disk space, then kill the server, which is
+        then restarted."""
         while True:
             self._report(
                 f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}"
@@ -400,7 +402,8 @@ class DiskGuard:
                 return flaw
 
     def _end(self) -> None:
-        """Kill the server. A clean stop could write the remains of a failed write from its memory to the disk."""
+        """Kill the server with SIGKILL. A clean stop could write the remains of a failed write from memory to the
+        disk."""
         if self._nats.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._nats.pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ Report = Callable[[str], None]
 
 
 class _Installation(msgspec.Struct):
-    """Installation state of an environment, stored in the environment."""
+    """State of an engine's environment, stored inside the environment."""
 
     pins: str
     """Digest of the pinned packages."""
@@ -71,7 +71,8 @@ def engine_python(name: str, engines_dir: Path) -> Path:
 
 
 def engine_problem(name: str, engines_dir: Path) -> str:
-    """Return the reason why an environment does not work, or ''. Importing the engine for this takes some seconds."""
+    """Return the reason why an engine's environment does not work, or ''. Takes some seconds, because it imports the
+    engine."""
     try:
         python = engine_python(name, engines_dir)
         _check(python, name)
@@ -81,7 +82,8 @@ def engine_problem(name: str, engines_dir: Path) -> str:
 
 
 def install_engine(name: str, engines_dir: Path, *, base: Path, report: Report, again: bool = False) -> Path:
-    """Create an environment, or complete an interrupted one; a complete one is left as it is. Blocks.
+    """Install an engine's environment, or complete an interrupted installation. Do nothing if the environment is
+    complete. Blocks.
 
     Args:
         base: interpreter from which the environment is created.
@@ -174,7 +176,7 @@ def _runs(python: Path) -> bool:
 
 
 def _check(python: Path, name: str) -> None:
-    """Raise Unavailable if the interpreter ``python`` cannot import the engine ``name`` and the libraries beside it."""
+    """Raise Unavailable if ``python`` cannot import the engine ``name`` and the other libraries that it needs there."""
     beside = "nats, xxhash, msgspec" if name in ENGINE_PACKAGES else "torch"  # with a worker in it, or only a server
     command = [str(python), "-c", f"import {name}, transformers, {beside}"]
     try:

@@ -115,11 +115,12 @@ class Front:
             self._process.wait()
 
     def item(self) -> dict[str, Any]:
-        """Return feedback on a response that this job could have given."""
+        """Return a valid feedback item on a made-up response of this job."""
         return {"inference_id": new_marked_id(self.job), "metric_name": "accepted", "value": True}
 
     def plan(self, *, batch: int, connections: int, seconds: float, acked: str = "") -> Plan:
-        """Return a plan of requests with ``batch`` items each; 0: one item each, not posted as a batch.
+        """Return a plan of requests with ``batch`` items each. 0: each request posts one item, without the batch
+        format.
 
         ``acked``: file to which the ids of acknowledged items are written; '': none.
         """
@@ -145,7 +146,7 @@ def measure(plan: Plan) -> Result:
 
 @contextmanager
 def begun(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a load in a separate process, which is killed at the end of the context if it still runs."""
+    """Start a load in a separate process. At the end of the context, kill the process if it still runs."""
     command = [sys.executable, "-m", "penstock.local.load"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -169,7 +170,8 @@ def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
 
 
 class Losses(msgspec.Struct, kw_only=True):
-    """Counts of items in a kill test. ``lost``: acknowledged, but not stored; ``repeated``: surplus stored copies."""
+    """Counts of items in a kill test. ``lost``: acknowledged, but not stored; ``repeated``: stored more than once
+    (surplus copies)."""
 
     acked: int
     stored: int

@@ -42,7 +42,8 @@ _SETTINGS = frozenset(f"PENSTOCK_{name.upper()}" for name in ServiceSettings.mod
 
 
 def service_environment(service: str, inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a service's process: permitted ones of ``inherited``, and those in ``own``.
+    """Return the environment variables of a service's process: from ``inherited`` and ``own``, those that the service
+    may see.
 
     A worker may run user code, so it never gets an API key, nor other secrets from the shell that started it.
     ``PENSTOCK_WORKER_ENV`` names further variables for workers, ``PENSTOCK_SCORER_ENV`` for reward.
@@ -94,12 +95,14 @@ whole environment; ``log`` receives its standard output and error."""
 
 
 def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start ``python -m module`` with this interpreter. The process ends with the thread that starts it."""
+    """Start ``python -m module`` with this interpreter. The kernel kills the process when the thread that starts it
+    ends."""
     return _start(sys.executable, module, environment, log)
 
 
 def interpreter_of(python: Path, folder: Path) -> Launch:
-    """Return a ``Launch`` that uses ``python``, which has the libraries that Penstock needs, but not Penstock itself.
+    """Return a ``Launch`` with the interpreter ``python``, whose environment has the libraries that Penstock needs but
+    not Penstock itself.
 
     A link in ``folder`` lets the started process import the same Penstock code as this one, so that both sides of every
     message agree.

@@ -104,7 +104,7 @@ class _Link(asyncio.Protocol):
 
 
 class _Load:
-    """State shared by all connections."""
+    """Load of one run: the request, the results so far, and the end time, shared by all connections."""
 
     def __init__(self, plan: Plan, acked: BinaryIO | None) -> None:
         self.plan = plan
@@ -124,7 +124,7 @@ class _Load:
 
     @property
     def is_over(self) -> bool:
-        """True if the time is over."""
+        """True once the run time has passed."""
         return time.perf_counter() >= self._end
 
     def take(self, status: int, seconds: float, body: bytes) -> None:
@@ -137,7 +137,7 @@ class _Load:
             self._acked.write(b"".join(id + b"\n" for id in _IDS.findall(body)))
 
     async def keep_open(self) -> None:
-        """Open one connection after another until the time is over."""
+        """Keep one connection open until the run time has passed; replace the connection when it ends."""
         loop = asyncio.get_running_loop()
         while not self.is_over:
             try:

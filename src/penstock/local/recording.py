@@ -80,7 +80,7 @@ def policy_of_checkpoint(path: Path, spec: EnvSpec) -> Expert:
 
 @dataclass(slots=True)
 class _Recorded:
-    """One episode while it is recorded."""
+    """One episode during its recording."""
 
     observations: list[dict[str, NDArray[Any]]]
     actions: list[NDArray[Any]]
@@ -103,7 +103,7 @@ def record(
     source: str = "",
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Demonstrations:
-    """Play one episode from each reset id and return the recorded ones. Equal arguments give equal results. Blocking.
+    """Play an episode from each reset id; return the recorded episodes. Equal arguments give equal results. Blocking.
 
     Args:
         request: the simulator; ``num_envs`` is ignored.
@@ -154,7 +154,8 @@ def record(
 
 @dataclass(slots=True)
 class _Chance:
-    """Everything random in one episode: the generator, and the sampled action with the steps for which it is kept."""
+    """All randomness of one episode: the random generator, the sampled action, and the number of steps for which it is
+    kept."""
 
     rng: np.random.Generator
     action: NDArray[Any] | None = None
@@ -209,7 +210,7 @@ class _Player:
             yield decided[:, step].astype(self._simulator.spec.action_dtype)
 
     def _kept(self, chance: _Chance) -> NDArray[Any]:
-        """Return the sampled action, or sample another one if it was kept long enough."""
+        """Return the sampled action; sample a new one if it has been kept for its number of steps."""
         if chance.action is None or not chance.left:
             chance.action = self._drawn(chance.rng)
             chance.left = int(chance.rng.integers(1, self._hold + 1)) if self._hold > 1 else 1

@@ -69,7 +69,8 @@ SMALLEST = StreamSizes(256 * MIB, 64 * MIB)
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes and folder of streams. ``max_file_store``: limit of all streams together, also those that exist already."""
+    """Planned sizes and folder of streams. ``max_file_store``: limit of all streams together, including existing
+    streams."""
 
     sizes: StreamSizes
     max_file_store: int
@@ -80,12 +81,12 @@ class Room:
 
     @property
     def fits(self) -> bool:
-        """True if the disk has room for everything that the streams may hold."""
+        """True if the disk has room for all streams at their maximum sizes."""
         return self.max_file_store <= self.free_bytes + self.held_bytes
 
     @property
     def summary(self) -> str:
-        """Message for the user: the free space, and what the streams may take."""
+        """Message for the user: the free disk space, and the maximum sizes of the streams."""
         sizes = self.sizes
         return (
             f"{self.folder} has {_mib(self.free_bytes)} free; streams take at most {_mib(self.max_file_store)} "

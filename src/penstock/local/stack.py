@@ -1,4 +1,5 @@
-"""Starts all processes of a deployment on one machine in order, restarts those that end, and stops all in reverse.
+"""Starts all processes of a deployment on one machine in order, restarts processes that end, and stops all in reverse
+order.
 
 ::
 
@@ -57,7 +58,8 @@ CONNECT_S = 60.0
 
 @dataclass(frozen=True)
 class StackOptions:
-    """Settings of a stack. ``nats_url`` or ``redis_url``: use that server instead of starting one."""
+    """Settings of a stack. If ``nats_url`` or ``redis_url`` is set, the stack uses that server instead of starting its
+    own."""
 
     data_dir: Path
     http_host: str = "127.0.0.1"
@@ -159,7 +161,8 @@ class Stack:
         return sum(child.restarts for child in self._children)
 
     async def ready(self, *, deadline_s: float, waiting: Callable[[list[str]], None] = lambda _: None) -> None:
-        """Wait until every service is ready; ``waiting`` receives the names of those that are not ready.
+        """Wait until every service is ready. Meanwhile ``waiting`` is called with the names of services that are not
+        ready.
 
         Raises:
             DeadlineError: services are not ready in time; the message names them.
@@ -179,12 +182,12 @@ class Stack:
                 await asyncio.sleep(_POLL_S)
 
     async def broken(self) -> None:
-        """Wait until a service cannot continue, and raise its ConfigError; never return."""
+        """Wait until a service cannot continue, then raise its ConfigError. This coroutine never returns a value."""
         assert self._broken is not None, "it was started"
         await asyncio.shield(self._broken)
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Change the number of workers of a service: start missing ones, drain surplus ones. Safe to repeat.
+        """Change the number of workers of a service: start missing workers, drain surplus workers. Safe to repeat.
 
         Returns before new workers are ready and old ones have ended: see ``pool``.
         """
@@ -234,7 +237,7 @@ class Stack:
                 raise error
 
     def _clear_shared_memory(self) -> None:
-        """Remove weight slots that no process uses, of all jobs, and bulk data of ended processes."""
+        """Remove the weight slots of all jobs that no process uses, and the bulk data of processes that ended."""
         directory = load_settings(self.options.environment).shm_dir
         with contextlib.suppress(OSError):
             for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # every job has one
@@ -351,7 +354,7 @@ class Stack:
         self._keep(kept)
 
     async def _remove_worker(self, kept: KeptAlive) -> None:
-        """Drain a worker and remove it. A worker that could not be stopped stays listed, for another attempt."""
+        """Drain a worker and remove it from the stack. If the worker cannot be stopped, keep it for another attempt."""
         try:
             keeper = self._keepers.pop(kept, None)
             if keeper is not None:
@@ -441,7 +444,8 @@ class Scalable(Protocol):
     """Workers whose number can change."""
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Set the number of workers of a service, without waiting until new ones are ready or old ones have ended."""
+        """Set the number of workers of a service; do not wait until new workers are ready or surplus workers have
+        ended."""
         ...
 
     async def pool(self, service: str) -> ScaleReply:

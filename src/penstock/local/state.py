@@ -21,7 +21,7 @@ PATIENCE_S = 0.5
 
 
 class UpState(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of ``up.json``."""
+    """Contents of ``up.json``: addresses and process ids of the running stack."""
 
     pid: int
     url: str

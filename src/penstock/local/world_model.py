@@ -83,7 +83,7 @@ class _Transitions:
 def fit(
     shown: Demonstrations, fitting: Fitting, *, on_epoch: Callable[[int, float], None] = lambda epoch, loss: None
 ) -> Fitted:
-    """Fit an ensemble to recorded episodes. Blocking.
+    """Fit an ensemble of networks to recorded episodes. Blocking.
 
     Args:
         on_epoch: called with the number of finished epochs and the mean loss of the last one.
@@ -308,7 +308,7 @@ def _forward(layers: list[Any], x_KBF: Any) -> Any:
 
 
 def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions, varies_O: NDArray[np.bool_]) -> dict[str, float]:
-    """Return the errors (as ``Fitted`` defines them) of the members' mean prediction on scaled held-out ``data``.
+    """Return the errors of the members' mean prediction on the scaled held-out ``data``, as defined in ``Fitted``.
 
     ``varies_O`` is False for observations and the reward if they were constant, so that the model cannot err.
     """

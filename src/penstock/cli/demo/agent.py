@@ -172,7 +172,8 @@ class Agent:
         await self._judge(client, name, value)
 
     async def _judge(self, client: AgentClient, name: str, value: bool) -> None:
-        """Post a verdict: once, at random twice, or first a correction and then the verdict that it corrects."""
+        """Post a verdict: usually once, sometimes twice, and sometimes as an opposite verdict that arrives after its
+        own correction."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:

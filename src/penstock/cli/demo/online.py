@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def learnt(self) -> bool:
-        """True if the share of accepted answers rose as the demo promises."""
+        """True if the share of accepted answers was at most START at first, and at least GOAL at the end."""
         return self.agent.start <= START and self.rate >= GOAL
 
     @property
@@ -74,7 +74,7 @@ class Shown:
 
     @property
     def traffic(self) -> float:
-        """Share of all answers that the hostile agent received."""
+        """Share of all answers that went to the hostile agent."""
         hostile = len(self.hostile.answers) if self.hostile is not None else 0
         return hostile / max(1, hostile + len(self.agent.answers))
 
@@ -144,7 +144,7 @@ async def run_online(
 async def _agents(
     client: AsyncClient, deployment: Stack, job: OnlineJob, *, hostile: bool
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
-    """Yield ``(agent, hostile agent, id of the hostile agent's key)``; ``(agent, None, '')`` if not ``hostile``.
+    """Yield ``(agent, hostile agent, id of the hostile agent's key)``. Unless ``hostile``, yield ``(agent, None, '')``.
 
     Without a hostile agent, the agent uses the deployment's key. Otherwise it uses one key for each of its customers.
     """
@@ -222,7 +222,8 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
 
 
 async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
-    """Count trained feedback items: under True those that the key ``enemy`` posted, under False all others."""
+    """Count the trained feedback items: under True the items that the key ``enemy`` posted, under False all other
+    items."""
     found = {True: 0, False: 0}
     for row in (await client.funnel(job)).data:
         if row.status == "trained":

@@ -49,12 +49,12 @@ class Outcome:
 
     @property
     def reached(self) -> bool:
-        """True if the goal was reached, or there is none."""
+        """True if the reward reached the goal, or if the demo has no goal."""
         return self.goal is None or (self.ends is not None and self.ends[1] >= self.goal)
 
     @property
     def held_out(self) -> str:
-        """Name of the evaluation data."""
+        """Kind of held-out data, as text: held-out episodes or held-out prompts."""
         return "held-out episodes" if self.record.spec.get("kind") == "embodied" else "held-out prompts"
 
     @property

@@ -75,7 +75,8 @@ def _directory(data_dir: Path | None) -> Path:
 
 @asynccontextmanager
 async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
-    """Connect to the bus to back up: that at ``nats_url``, or else that of the deployment running in ``directory``.
+    """Connect to the bus to back up: the bus at ``nats_url``, or else the bus of the deployment that runs in
+    ``directory``.
 
     If neither exists, start a temporary server on the store in ``directory``. Raises ConfigError without a store.
     """
@@ -93,7 +94,8 @@ async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def _empty(directory: Path, nats_url: str | None, size: int) -> AsyncIterator[Bus]:
-    """Connect to an empty bus for a restore: at ``nats_url``, or else a temporary server that stores in ``directory``.
+    """Connect to an empty bus for a restore: the bus at ``nats_url``, or else a temporary server with its store in
+    ``directory``.
 
     Raises ConfigError if the bus has streams, or the directory holds a store, already.
     """

@@ -79,7 +79,7 @@ def up(
 
 
 def _pythons(engine: str) -> dict[str, Path]:
-    """Return ``{"rollout": interpreter}`` for an engine that runs inside the rollout workers, {} for any other engine.
+    """Return ``{"rollout": interpreter}`` if the engine runs inside the rollout workers, else {}.
 
     For an engine outside the workers, set the environment variable from which the workers read its interpreter.
     """
@@ -98,7 +98,8 @@ def pythons_for(job: AnyJob) -> dict[str, Path]:
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Stop the deployment in --data-dir; by default that in the default folder, or else the only one that runs."""
+    """Stop the deployment in --data-dir. Default: the deployment in the default folder, or else your only running
+    one."""
     directory = data_dir.expanduser().resolve() if data_dir else _running()
     state = read_state(directory)
     if state is None:
@@ -196,7 +197,7 @@ def _note_next(url: str) -> None:
 
 
 async def _first(stop: asyncio.Event, work: object) -> None:
-    """Run the coroutine ``work`` to its end, but cancel it once ``stop`` is set. Raise the errors of ``work``."""
+    """Run the coroutine ``work`` until it ends or ``stop`` is set, which cancels it. Raise any error of ``work``."""
     assert asyncio.iscoroutine(work)
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -248,7 +249,7 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
 
 
 def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
-    """Print the complete lines of a log from byte ``start`` on, but only up to the text ``until`` if they contain it.
+    """Print the complete lines of a log from byte ``start`` on; stop before the text ``until`` if it occurs.
 
     Returns the offset after the last printed line.
     """

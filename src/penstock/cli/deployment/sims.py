@@ -123,7 +123,8 @@ def install(
 
 
 def _pins_of_own(name: str, adapter: Path, packages: list[str]) -> Pins:
-    """Return the requirements of a user's adapter. Raises ConfigError if its name or file is invalid."""
+    """Return the packages that a user's own simulator adapter requires. Raises ConfigError if its name or file is
+    invalid."""
     if name in BACKENDS or not NAME.fullmatch(name):
         raise ConfigError(
             f"'{name}' cannot name a simulator of your own: use small letters, digits, _ and -, and no taken name"
@@ -165,7 +166,7 @@ def _install(
 
 
 def _trial(name: str, python: str, folder: Path) -> list[str]:
-    """Return a command that tries a simulator: its exit status is 0 only if the simulator works."""
+    """Return a command that tries out a simulator; its exit status is 0 only if the simulator works."""
     if name not in BACKENDS:
         return [python, "-P", str(folder / ADAPTER)]
     return [python, "-c", f"import {PINS[name].imports if name in PINS else 'numpy'}"]

@@ -15,7 +15,7 @@ __all__ = ["audit", "equation", "replay"]
 
 
 def audit(job: Job, as_json: Json = False) -> None:
-    """Check that a job's ledger is consistent, and that it agrees with the streams; exit 1 on any violation."""
+    """Check that a job's ledger is consistent with itself and with the streams; exit 1 on any violation."""
     with Client() as client:
         report = client.audit(client.find(job).id)
     if as_json:
@@ -30,7 +30,7 @@ def audit(job: Job, as_json: Json = False) -> None:
 
 
 def equation(draws: dict[str, object]) -> str:
-    """Format the numbers of draws as ``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
+    """Format the counts of draws by status as ``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
     dropped = draws.get("dropped") or {}
     by_reason = dict(dropped) if isinstance(dropped, dict) else {}
     total = sum(by_reason.values()) if by_reason else 0
@@ -51,8 +51,8 @@ def replay(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train sealed batches again and compare digests; exit 1 if they differ. In an environment other than that of
-    the first training, exit 1 only if the results differ too much."""
+    """Train sealed batches again and compare digests; exit 1 if they differ. If hardware or packages changed since the
+    first training, exit 1 only if the results differ too much."""
     done, ok = False, False
     with Client() as client:
         for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch, feedback=feedback):

@@ -96,7 +96,8 @@ def submit(
 
 
 def _print_warnings(client: Client, record: JobRecord) -> None:
-    """Print the coordinator's warnings about a submitted job, or nothing if the key may not read its events."""
+    """Print the coordinator's warnings about a submitted job. Print nothing if the API key may not read the job's
+    events."""
     with contextlib.suppress(PenstockError):
         for row in client.events(record.id, follow=False):
             if row["type"] == "submitted" and row["level"] == "warning":
@@ -316,7 +317,7 @@ def cancel(
     checkpoint: Annotated[bool, typer.Option(help="Write a final checkpoint.")] = True,
     as_json: Json = False,
 ) -> None:
-    """End a job. It drains and writes a checkpoint first."""
+    """End a job. The job first finishes its work in progress and writes a checkpoint."""
     with Client() as client:
         _show(client.cancel(client.find(job).id, force=force, checkpoint=checkpoint), as_json)
 

@@ -41,7 +41,7 @@ def describe(
 
 
 def _describe(client: Client, record: JobRecord, last: int) -> dict[str, Any]:
-    """Return the data to show: no workers and waits if the job has ended, and feedback counts only of an online job."""
+    """Return the data to show. An ended job has no workers and waits; only an online job has feedback counts."""
     over = record.status.phase in TERMINAL_PHASES
     live = record.spec.get("kind") == "online_rl"
     return {

@@ -98,7 +98,7 @@ def exported(row: Row) -> list[str]:
 
 
 def _merge(client: Client, record: JobRecord, row: Row, config: JobConfig, to: Path) -> None:
-    """Write the weights of a checkpoint's base model, merged with its adapter, to ``to``.
+    """Merge a checkpoint's adapter into the weights of its base model, and write the result to ``to``.
 
     The base model is read from the path that the job used.
 
@@ -115,7 +115,7 @@ def _merge(client: Client, record: JobRecord, row: Row, config: JobConfig, to: P
 
 
 def _pins(client: Client, record: JobRecord, row: Row) -> dict[str, str]:
-    """Return the package versions that trained the checkpoint, from its manifest."""
+    """Return the package versions with which the checkpoint was trained, read from its manifest."""
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
         client.download_checkpoint(record.id, row["number"], Path(folder), names=["manifest.json"])
         manifest = json.loads((Path(folder) / "manifest.json").read_bytes())

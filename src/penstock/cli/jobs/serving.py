@@ -32,7 +32,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until a worker has loaded the model.")] = 120,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until it is cancelled."""
+    """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until the deployment is cancelled."""
     with Client() as client:
         path = model if Path(model).is_dir() else reference_of(model)
         spec: dict[str, Any] = {"kind": "serving", "name": name or _name_of(client, path), "model": {"path": path}}
@@ -56,7 +56,7 @@ def serve(
 
 
 def reference_of(text: str) -> str:
-    """Return ``text`` as a full reference ``job:NAME@WHICH``; the default of WHICH is final. Raises ConfigError."""
+    """Expand ``text`` to a full reference ``job:NAME@WHICH``, with final as default of WHICH. Raises ConfigError."""
     reference = text if text.startswith(REFERENCE) else REFERENCE + text
     reference = reference if "@" in reference else f"{reference}@final"
     parse_reference(reference)

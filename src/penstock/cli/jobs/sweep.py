@@ -128,7 +128,7 @@ def sweep(
 
 
 def _file_of(text: JobText, point: Point, seed: int, label: str) -> JobText:
-    """Return the job file for one point and seed of a sweep, validated. Raises ConfigError."""
+    """Return the validated job file for one combination of settings and one seed of a sweep. Raises ConfigError."""
     changed = with_overrides(text.data, [*point.settings, f"seed={seed}"])
     labels = {"sweep": label, "settings": point.name, "seed": str(seed)}
     data = {**changed, "metadata": {**changed.get("metadata", {}), **labels}}

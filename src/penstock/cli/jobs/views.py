@@ -217,7 +217,8 @@ def samples(
 
 
 def held_out_line(found: dict[str, Any]) -> str:
-    """Return one line with the newest held-out metrics in ``found``, a reply about HELD_OUT; '' if it has no values."""
+    """Return one line with the newest held-out metrics in ``found``, the API's metrics reply; '' if it has no
+    values."""
     for step, row in reversed([*zip(found["steps"], zip(*found["series"].values(), strict=True), strict=False)]):
         known = [(name, value) for name, value in zip(found["series"], row, strict=True) if value is not None]
         if known:

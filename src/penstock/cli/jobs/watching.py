@@ -1,4 +1,4 @@
-"""Commands that watch a job to its end: events as they arrive, and the progress below them."""
+"""Commands that watch a job to its end: they print events as they arrive, and show the progress below."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Thumbs:
-    """Feedback values for a thumb up and a thumb down."""
+    """Metric, and its values for a thumb up and a thumb down."""
 
     metric: str
     up: bool | float

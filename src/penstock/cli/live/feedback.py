@@ -126,7 +126,8 @@ def token(
 
 
 def _value(text: str, metric: str) -> bool | float | str:
-    """Convert ``text`` to the boolean or number that it denotes in JSON. Comments and demonstrations remain text."""
+    """Convert ``text`` to a boolean or a number if it is one in JSON; return other text, comments and demonstrations
+    unchanged."""
     if metric in ("comment", "demonstration"):
         return text
     try:
@@ -137,7 +138,8 @@ def _value(text: str, metric: str) -> bool | float | str:
 
 
 def _named(items: Iterable[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
-    """Yield feedback items. An item without an id gets one, derived from content, occurrence number and API key.
+    """Yield feedback items. An item without an id gets an id derived from its content, its occurrence number and the
+    API key.
 
     Thus a line has one effect even if its file is posted again, also with lines added at its end, but two equal lines
     of one file are two items. Only those who know the key can predict an id and post another item under it first.

@@ -29,7 +29,7 @@ def ls(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of rows.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """List the quarantined feedback of one job or of all."""
+    """List the quarantined feedback of one job, or of all jobs."""
     with Client() as client:
         rows = client.quarantine.list(client.find(job).id if job is not None else None, limit=limit)
     if as_json:
@@ -73,7 +73,7 @@ def drop(item: Item, as_json: Json = False) -> None:
 
 
 def _place(client: Client, words: list[str]) -> list[str]:
-    """Return ``[item id]`` if ``words`` is an item only, and ``[job id, item id]`` if it is a job and an item."""
+    """Return ``[item id]`` if ``words`` has only an item, or ``[job id, item id]`` if it has a job and an item."""
     if len(words) > 2:
         raise typer.BadParameter(f"expected the id of an item, or a job and the id, got {len(words)} words")
     return [*(client.find(job).id for job in words[:-1]), words[-1]]

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """An API key without its text. ``models``: names or ids of jobs; the key reaches only these (None: all jobs)."""
+    """An API key without its text. ``models``: names or ids of the jobs that the key may access (None: all jobs)."""
 
     id: str
     name: str

@@ -107,7 +107,7 @@ class FunnelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of interactions whose decision has this status and reason; undecided ones are not counted."""
+    """Number of interactions whose decision has this status and reason; undecided interactions are not counted."""
 
     status: str
     reason: str
@@ -115,7 +115,8 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Funnel(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of a job's feedback; ``interactions`` counts decisions on interactions, also on those without feedback."""
+    """Counts of a job's feedback. ``interactions`` counts the decisions on all interactions, with and without
+    feedback."""
 
     job: str
     items: int
@@ -142,7 +143,7 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of the deletion of a user's data (``status`` `running` or `done`), and the numbers of deleted items.
+    """Progress of the deletion of a user's data (``status``: `running` or `done`), with the numbers of deleted items.
 
     ``trained_versions``: by job, versions that were trained on the data; they stay.
     """
@@ -181,7 +182,7 @@ class HeldItem(HeldRow, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Decision on a quarantined item, which is on disk; ``verdict`` is `release` or `drop`."""
+    """Recorded decision on a quarantined item; ``verdict`` is `release` or `drop`."""
 
     feedback_id: str
     verdict: str

@@ -15,7 +15,8 @@ S = TypeVar("S")
 
 
 def one(kind: type[S]) -> Callable[[Any], S]:
-    """Return a reader of replies of type ``kind``; it raises ProtocolError if the server is too old or too new."""
+    """Return a function that converts JSON replies to ``kind``. It raises ProtocolError if server and client versions
+    do not match."""
 
     def read(data: Any) -> S:
         try:
@@ -27,7 +28,8 @@ def one(kind: type[S]) -> Callable[[Any], S]:
 
 
 def many(kind: type[S]) -> Callable[[Any], list[S]]:
-    """Return a reader of replies that list values of type ``kind``; it raises ProtocolError as for ``one``."""
+    """Return a function that converts JSON replies with a list to values of type ``kind``. It raises ProtocolError as
+    ``one`` does."""
     each = one(kind)
 
     def read(data: Any) -> list[S]:

@@ -141,7 +141,7 @@ class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A training job or a deployment, under its name; or a checkpoint that the first request to it deploys.
+    """A training job or deployment, by its name; or a checkpoint, which is deployed by the first request to it.
 
     ``promoted_at``: time of the promotion of ``policy_version`` (Unix seconds), for a job with a promotion gate.
     ``checkpoint``: the deployed checkpoint. ``served``: False: the first request loads the model.
@@ -167,7 +167,7 @@ class KeptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of a model: the newest, the served one, or one that the model can roll back to."""
+    """A version of a model: the newest version, the served version, or a version that the model can roll back to."""
 
     version: int
     served: bool
