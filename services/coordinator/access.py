@@ -32,7 +32,7 @@ class AuditLog:
         self._bus = bus
 
     async def append(self, record: AuditRecord) -> None:
-        """Append a record; it is on disk when this returns."""
+        """Append a record; return once the record is on disk."""
         subject = subjects.audit(record.key, record.job)
         await self._bus.publish(subject, encode_record(record), msg_id=record.request, deadline_s=APPEND_S)
 

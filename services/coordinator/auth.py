@@ -59,8 +59,8 @@ class Caller:
 
     @property
     def sender(self) -> str:
-        """Identity of the sender: the id of its key. For an episode key or a feedback token, the id of the episode or
-        of the token follows."""
+        """Identity of the sender: the id of its key, followed by the id of the episode (for an episode key) or of the
+        token (for a feedback token)."""
         return self.id + self.episode + (self.token.id if self.token is not None else "")
 
     def may(self, scope: Scope) -> bool:
@@ -146,7 +146,7 @@ class KeyRing:
         return replace(_holder(key), scopes=frozenset(key.scopes))
 
     async def _of_episode(self, text: str) -> Caller:
-        """Return the bearer of an episode key, which is valid at most as long as the key that created it."""
+        """Return the bearer of an episode key, which stops working when the key that created it does."""
         grant = read_episode_key(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this key of an episode was not made here")
@@ -196,7 +196,7 @@ class KeyRing:
 
 
 def _holder(key: StoredKey) -> Caller:
-    """Return the owner of a key, without its scopes."""
+    """Return a ``Caller`` for the owner of ``key``, without the key's scopes."""
     models = None if key.models is None else frozenset(key.models)
     modules = frozenset(key.code_modules or ()) if key.code_modules is not None or models is not None else None
     return Caller(
@@ -235,8 +235,8 @@ def _presented(headers: Headers) -> str:
 
 
 def _refuse_foreign_pages(headers: Headers) -> None:
-    """Refuse a request whose header Host or Origin names another host, as requests of foreign web pages do: without
-    keys, loopback is the only protection."""
+    """Refuse a request whose header Host or Origin names another machine. Without keys, only loopback protects the API,
+    and a foreign web page that a browser on this machine shows can send requests over loopback."""
     host = _host_name(headers.get("host", "localhost"))
     origin = headers.get("origin")
     origin_host = _host_name(origin.partition("://")[2]) if origin else "localhost"

@@ -306,7 +306,7 @@ def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
 
 
 def _problem(line: bytes) -> str:
-    """Return a description of the flaw of a line, '' if it has none; empty lines are allowed."""
+    """Return what is wrong with a line, or '' if the line is a JSON object or empty."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES} bytes"
     if not line.strip():

@@ -1,4 +1,5 @@
-"""Fill levels of the stream LEDGER: from one on, users are warned; from a higher one on, new jobs are refused."""
+"""Fill levels of the stream LEDGER: above the lower level users are warned, above the higher level new jobs are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP problems, the refusals of the HTTP layer, and the one table that maps the errors of the core to them.
+"""HTTP problems: the refusals of the HTTP layer, and the one table that maps errors of the core to HTTP problems.
 
 The core raises ``shared/errors`` and knows no status; only the HTTP layer imports this module.
 """
@@ -92,7 +92,8 @@ _RULES = (  # the first one that fits counts: subclasses come before their base
 
 
 def from_error(error: PenstockError) -> HttpProblem:
-    """Return the HTTP problem for an error; an error class that is not in ``_RULES`` becomes a 500 with the text."""
+    """Return the HTTP problem for an error. An error class that is not in ``_RULES`` becomes a 500 with the error's
+    text."""
     if isinstance(error, HttpProblem):
         return error
     rule = next((rule for rule in _RULES if isinstance(error, rule.error)), None)

@@ -123,7 +123,8 @@ class CoordinatorService:
             self.ready = True
 
     async def drain(self) -> None:
-        """Stop accepting requests and let those in progress end; jobs continue under the next leader."""
+        """Stop accepting requests, and wait until the requests in progress have ended. Jobs continue under the next
+        leader."""
         self.ready = False
         self._stopping.set()
         if self._server is not None:
@@ -143,7 +144,7 @@ class CoordinatorService:
             raise ConfigError(f"cannot serve HTTP on {self.settings.http_host}:{self.settings.http_port}")
 
     def _expect_members(self) -> None:
-        """Let submissions wait until every worker has had the time for a heartbeat."""
+        """Let submissions wait until every worker has had enough time to send a heartbeat."""
         self.members.complete_at = time.monotonic() + HEARD_AFTER * self.settings.heartbeat_s
 
     async def _hear_heartbeats(self) -> None:
@@ -266,8 +267,8 @@ class CoordinatorService:
         )
 
     async def clean_up(self, job: str) -> None:
-        """Delete unneeded data of a finished job. Retry while the bus is unreachable, because nothing else would clean
-        up after this job."""
+        """Delete the data of a finished job that is no longer needed. Retry while the bus is unreachable: no later
+        clean-up visits this job."""
         while (error := await unexpected(self._purge_leftovers(job))) is not None:
             expected = _only(error, Unavailable)
             logger.warning("cleaning up after job %s: %s", job, error, exc_info=None if expected else error)
@@ -276,8 +277,8 @@ class CoordinatorService:
             await asyncio.sleep(RETRY_S)
 
     async def _purge_leftovers(self, job: str) -> None:
-        """Purge tickets, unfinished work and snapshots of a finished job and archive its ledger; groups stay for
-        replay."""
+        """Purge the tickets, unfinished work and snapshots of a finished job, and archive its ledger. Its groups stay
+        for replay."""
         await self.bus.purge(subjects.SNAPSHOTS, subjects.snapshots(job))
         await self.bus.purge(subjects.PARTIAL, subjects.partials(job))
         for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):
@@ -376,8 +377,7 @@ class CoordinatorService:
                 return
 
     async def _shorten_batches(self) -> None:
-        """Purge from BATCHES the manifests of those batches of running jobs that a restarted trainer would not train
-        again."""
+        """Purge from BATCHES the manifests of running jobs' batches that no restarted trainer would train again."""
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
                 start = earliest_start(runner.run.state, newest.number)

@@ -62,7 +62,7 @@ class EntryShares:
         heapq.heappush(self._ends, (until, key))
 
     def remove(self, key: str) -> None:
-        """Stop counting an entry."""
+        """Stop counting the entry ``key`` of the bucket."""
         owner, nbytes, _ = self._entries.pop(key, ("", 0, 0.0))
         self._used[owner] -= nbytes
         if not self._used[owner]:
@@ -132,8 +132,8 @@ class FeedbackShares:
 
 
 class _JobBytes:
-    """Bytes of one job in FEEDBACK, counted for each range of PLACES sequence numbers: in total, and by sender number
-    (a hash of the API key).
+    """Bytes of one job in FEEDBACK, in total and by sender number (a hash of the API key), for each range of PLACES
+    sequence numbers.
 
     API keys map to at most NUM_SENDERS sender numbers, and a message has at most as many numbers as items.
     """
@@ -147,7 +147,7 @@ class _JobBytes:
         such header; their bytes are divided among these senders."""
 
     def add(self, message: Message, nbytes: int) -> None:
-        """Count a message."""
+        """Count a message with ``nbytes`` bytes."""
         if PART not in message.headers:
             self._senders = senders_of(message.headers)
         total = sum(self._senders.values()) or 1

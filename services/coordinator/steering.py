@@ -134,8 +134,8 @@ class Steering:
         self._ledgers.forget(job)
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
-        """Refuse a reduced byte budget that is too small for the job's groups. Other edits need no check, because they
-        do not change the largest size of a group."""
+        """Refuse a lower byte budget that is too small for the job's groups. Other changes need no check, because no
+        group becomes larger."""
         if record.status.phase in TERMINAL_PHASES:
             return
         config, known = edit(record), parse_job(record.spec)
@@ -197,7 +197,8 @@ def _check_extension(record: JobRecord, state: LedgerState, max_updates: int, da
 
 
 def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> str:
-    """Return why the job would end again at once; '' if the number of updates or a user ended it."""
+    """Return why an extended job would end again at once; '' if the job ended by its number of updates or by a user's
+    request."""
     limit_s, begun = config.limits.timeout_s, record.created_at.timestamp()
     if limit_s is not None and bus_time() - begun > limit_s:
         return f"limits.timeout_s ({limit_s:g}) is over"

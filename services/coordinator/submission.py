@@ -260,7 +260,8 @@ async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
 
 
 def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: bool) -> None:
-    """Refuse a job whose groups could exceed the size limit of one group, or together the job's byte budget.
+    """Refuse a job if one of its groups could exceed the size limit of a group, or all groups stored at once could
+    exceed the job's byte budget.
 
     Args:
         row_bytes: bytes that the largest row of the data adds to a group.
@@ -370,7 +371,7 @@ def _check_entry(spec: AnyTraining) -> None:
 
 
 def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> None:
-    """Refuse a job that is served under its name if another running job is served under the same name.
+    """Refuse a job if a running job already serves a model under the same name.
 
     Raises:
         ConfigError: another running job has the name; the message gives its id.
@@ -384,8 +385,8 @@ def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> No
 
 
 def _with_unmeasured(spec: TextJob, data: DataSummary) -> DataSummary:
-    """Return ``data`` with a note on each held-out source that is never evaluated, because the sources before it
-    already have ``evaluation.num_prompts`` rows.
+    """Return ``data`` with a note on each held-out source that is never evaluated, because earlier sources already have
+    ``evaluation.num_prompts`` rows.
 
     Raises:
         ConfigError: early stopping or the choice of the best checkpoint uses a metric of such an unmeasured source.
@@ -502,7 +503,8 @@ def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> 
 
 
 def beginning_note(spec: TextJob) -> list[str]:
-    """Return a note on how plain prompts begin, if the job file leaves their first token to a tokenizer on this host.
+    """Return a note about the first token of plain prompts, if the job file leaves this token to a tokenizer on this
+    host.
 
     The post-processor in the tokenizer's file decides, as it does in the library with which workers load the tokenizer.
     """

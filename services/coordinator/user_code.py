@@ -149,7 +149,7 @@ class CodeTrials:
         return await self._ask("env", subjects.ENV_TRY, parts, example, limit_s, judges=judges)
 
     async def _rollout(self, spec: AnyJob, example: Example | None) -> list[Finding]:
-        """Have a rollout worker try the user code that it imports for a job; return its findings."""
+        """Have a rollout worker try the user code that rollout workers import for the job; return its findings."""
         parts, limit_s = {key: name for key, name in named(spec, "code") if key in ROLLOUT_KEYS}, TRIAL_S
         model = None if isinstance(spec, EmbodiedJob) else spec.model
         if model is not None and model.trust_remote_code and model.path is not None:
@@ -176,7 +176,8 @@ class CodeTrials:
 
 
 def _soon(scorer: GraderScorer | JudgeScorer) -> ScorerConfig:
-    """Return ``scorer`` with a deadline of at most MODEL_S, so that it reports an unreachable model in time."""
+    """Return ``scorer`` with a deadline of at most MODEL_S seconds, so that a trial reports an unreachable model in
+    time."""
     return scorer.model_copy(update={"deadline_s": min(scorer.deadline_s, MODEL_S)})
 
 

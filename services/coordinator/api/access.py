@@ -54,7 +54,7 @@ async def _some_job(
 
 
 def known_job_id(job: str) -> str:
-    """Return ``job`` if it has the form of a job id, and so is a safe NATS subject token; else raise NotFound."""
+    """Return ``job`` if it has the form of a job id, which makes it a safe NATS subject token; else raise NotFound."""
     if not _JOB_ID.fullmatch(job):
         raise NotFound(f"'{job[:80]}' is not the id of a job (job_ and 32 hex digits)")
     return job

@@ -1,4 +1,4 @@
-"""Route that lists the requests that changed something."""
+"""Route that lists the audit log, which records the requests that changed something."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AuditEntry(BaseModel):
 
 
 class AuditPage(BaseModel):
-    """One page of the audit log; ``after=last_id`` gets the next."""
+    """One page of the audit log; ``after=last_id`` gets the next page."""
 
     object: Literal["list"] = "list"
     data: list[AuditEntry]

@@ -61,7 +61,8 @@ class AuditedRoute:
 
 
 def audited_routes(routers: Iterable[APIRouter]) -> list[AuditedRoute]:
-    """Return the routes of ``routers`` that change something, except those in DATA_PATHS."""
+    """Return the routes of ``routers`` with a method that changes something (such as POST), except those in
+    DATA_PATHS."""
     found = []
     routes = (route for router in routers for route in router.routes if isinstance(route, APIRoute))
     for route in routes:
@@ -155,7 +156,7 @@ class _Request:
         return self._route.check.refusal(self._caller) is None
 
     def reading(self, receive: Receive) -> Receive:
-        """Return a ``receive`` that hashes the body while it passes the messages on."""
+        """Wrap ``receive``: hash the body of each message before the route gets the message."""
 
         async def digested() -> Message:
             message = await receive()
@@ -182,8 +183,8 @@ class _Request:
         )  # fmt: skip
 
     def _stored_value(self, name: str, value: str) -> str:
-        """Return the text that the audit log stores for the parameter ``name``: ``value``, cut to MAX_VALUE characters;
-        for the name of a user, the user's pseudonym ('' if pseudonyms are unavailable)."""
+        """Return the value of the parameter ``name`` as the audit log stores it: the name of a user as a pseudonym (''
+        if pseudonyms are unavailable), any other value cut to MAX_VALUE characters."""
         if name != "user":
             return value[:MAX_VALUE]
         try:

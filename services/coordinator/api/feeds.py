@@ -41,8 +41,8 @@ PER_TURN = 32
 
 
 class Feeds:
-    """Event followers and record watchers: one of each per job, started for the job's first reader. ``stopping`` ends
-    all waits."""
+    """Shares one event follower and one record watcher per job among all readers of the job. ``stopping`` ends all
+    waits."""
 
     def __init__(self, jobs: JobStore, events: JobEvents, stopping: asyncio.Event) -> None:
         self._jobs, self._events, self._stopping = jobs, events, stopping
@@ -198,7 +198,7 @@ class Feeds:
 
 
 class _Waiter:
-    """A client that waits for a record for which ``reached`` returns True."""
+    """A client that waits until ``reached`` returns True for the job's record."""
 
     def __init__(self, reached: Callable[[JobRecord], bool], found: asyncio.Future[JobRecord]) -> None:
         self.reached, self.found = reached, found
@@ -222,7 +222,7 @@ class _Event:
         self._encoded: dict[Encode, bytes] = {}
 
     def encoded(self, job: str, encode: Encode) -> bytes:
-        """Return the bytes of ``encode`` for this event, computed once per ``encode``."""
+        """Return the bytes of this event that ``encode`` makes; each ``encode`` runs only once per event."""
         found = self._encoded.get(encode)
         if found is None:
             found = self._encoded[encode] = encode(job, self.seq, self.row)

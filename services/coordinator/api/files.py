@@ -56,7 +56,7 @@ _FORM = {
 
 
 class FileList(BaseModel):
-    """One page of files; ``after=last_id`` gets the next."""
+    """One page of files; ``after=last_id`` gets the next page."""
 
     object: Literal["list"] = "list"
     data: list[FileRecord]
@@ -85,7 +85,8 @@ class FileDeleted(BaseModel):
     "", response_model=FileRecord, openapi_extra=_FORM, responses={507: {"description": "No room for more files."}}
 )
 async def upload(request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep) -> Response:
-    """Store a data set: JSON lines, one object per line. Every line is checked. The file is on disk before the reply.
+    """Store a data set: JSON lines, one object per line. The server checks every line, and replies once the file is on
+    disk.
 
     With the purpose `model` store a model: a ZIP archive of `config.json`, weights in safetensors and the tokenizer,
     without folders and not compressed. Job files name the id of the file as `model.path`.
@@ -187,7 +188,7 @@ async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
 
 
 def _paths(spec: dict[str, Any]) -> list[str]:
-    """Return the paths that a job file names: of its data sources, its model and its tokenizer."""
+    """Return the paths of the data sources, the model and the tokenizer that a job file names."""
     data, model = spec.get("data", {}), spec.get("model") or {}
     sources = [source for name in ("train", "eval") for source in _as_list(data.get(name))]
     return [*(str(source.get("path")) for source in sources), str(model.get("path")), str(model.get("tokenizer"))]

@@ -75,7 +75,7 @@ class RunMetadata(BaseModel):
 
 
 class GraderRun(BaseModel):
-    """Result of grading one answer: ``reward`` (0 after an error), and in ``sub_rewards`` the reward of each part of a
+    """Result of grading one answer: ``reward`` (0 after an error), and ``sub_rewards``, the reward of each part of a
     multi grader."""
 
     reward: float

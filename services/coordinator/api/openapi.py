@@ -85,7 +85,7 @@ def _scopes(routers: Sequence[APIRouter]) -> dict[tuple[str, str], str]:
 
 
 def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
-    """Return the methods of all routes that match ``path``. (Starlette reports only those of the first match.)"""
+    """Return the methods of all routes that match ``path``. Starlette reports only the methods of the first match."""
     found: dict[str, None] = {}
     for router in routers:
         for route in router.routes:

@@ -23,7 +23,7 @@ def no_model(name: str) -> HttpProblem:
 
 
 async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "") -> None:
-    """Check that the caller's key reaches a job. A key that is not restricted to some models passes without a check.
+    """Check that the caller's key reaches a job. A key without a restriction to models reaches every job.
 
     Raises:
         NotFound: the key does not reach the job (with the text ``missing``), or the job does not exist.

@@ -31,7 +31,7 @@ __all__ = [
 
 
 class JobList(BaseModel):
-    """One page of jobs; ``after=last_id`` gets the next."""
+    """One page of jobs; ``after=last_id`` gets the next page."""
 
     object: Literal["list"] = "list"
     data: list[JobRecord]

@@ -164,5 +164,6 @@ async def readyz(backend: BackendDep) -> Response:
     responses={200: {"content": {"text/plain": {}}}},
 )
 async def prometheus() -> Response:
-    """Export metrics of this process for Prometheus; the process's health port serves the same without a key."""
+    """Export metrics of this process for Prometheus. The process's health port serves the same metrics without a
+    key."""
     return Response(metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -135,7 +135,8 @@ async def get_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
     "/{webhook_id}", response_model=WebhookRecord, dependencies=WRITE, openapi_extra=body_schema(WebhookChange)
 )
 async def change_webhook(request: Request, webhook_id: WebhookId, backend: BackendDep) -> Response:
-    """Change a webhook, or disable and enable it. Events of a disabled period are delivered once it is enabled."""
+    """Change, disable or enable a webhook. Events that occur while it is disabled are delivered once it is enabled
+    again."""
     wanted = await read_model(request, WebhookChange)
     changes = wanted.model_dump(exclude_none=True)
     hooks = backend.webhooks
@@ -158,7 +159,8 @@ async def try_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
 
 
 async def _with_url(work: Awaitable[StoredWebhook]) -> StoredWebhook:
-    """Await ``work``, and return the webhook that it stores. Raises HttpProblem: 422 the address is not allowed."""
+    """Await ``work``, which stores a webhook, and return the webhook. Raises HttpProblem: 422 its address is not
+    allowed."""
     try:
         return await work
     except ConfigError as error:

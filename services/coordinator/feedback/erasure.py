@@ -105,8 +105,8 @@ class Eraser:
         return await self._change(user, edit)
 
     async def claim(self, user: str, *, abandoned_s: float) -> Report | None:
-        """Take over a deletion and return its report; None if it is done, or another holder sent a heartbeat in the
-        last ``abandoned_s`` seconds.
+        """Take over a deletion and return its report. Return None if the deletion is done, or if another holder sent a
+        heartbeat in the last ``abandoned_s`` seconds.
 
         Raises:
             Unavailable: the bus does not answer.
@@ -337,7 +337,8 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Delete the message or dead letter at ``place``, after publishing ``rest`` (items of other users) again."""
+        """Publish ``rest``, the items of other users in the message or dead letter at ``place``, again; then delete the
+        original."""
         if isinstance(place, Message):  # keeps the order of revisions
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
@@ -358,8 +359,8 @@ class Eraser:
 
 
 def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
-    """Add to ``report`` the versions of a job that were trained on the user's data; the report also keeps versions that
-    were added before."""
+    """Add ``versions``, which a job trained on the user's data, to the versions of the job that ``report`` already
+    names."""
     if known := {*versions, *report.trained_versions.get(job, ())}:
         report.trained_versions = {**report.trained_versions, job: sorted(known)}
 
@@ -381,6 +382,7 @@ def _lineage_of(user: str, mine: Found, until: float) -> UserDataLineage:
 
 
 def target_of(item: Feedback) -> str:
-    """Return the id of the item whose status decides on ``item``: the retracted item of a retraction, else ``item``."""
+    """Return the id of the item to which ``item`` belongs: for a retraction the retracted item, else ``item``
+    itself."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name

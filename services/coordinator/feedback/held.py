@@ -45,7 +45,7 @@ class HeldFeedback:
         }
 
     async def decide(self, job: str, item: str, verdict: Literal["release", "drop"], *, caller: Caller) -> Row:
-        """Release an item, so that it counts, or drop it. The decision is on disk when this returns."""
+        """Release an item, so that it counts, or drop it; return once the decision is on disk."""
         row = await self._find(job, item)
         name = f"{verdict} {row['id']} {row['revision']}"
         who = Identity(derived_id(self._pseudonyms.digest, "", name, 0), caller.id, chosen=True)

@@ -1,4 +1,4 @@
-"""Keeps the ids of feedback that is no longer in FEEDBACK, so that a rebuilt index still knows them."""
+"""Keeps the ids of feedback whose messages were purged from FEEDBACK, so that a rebuilt index still knows these ids."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) ->
 
 
 async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
-    """Remove the messages of a job's feedback below the sequence ``below_seq``, all decided; keep the ids of their
-    items.
+    """Purge the messages of a job below the sequence ``below_seq`` from FEEDBACK; keep the ids of their items, all of
+    which are decided.
 
     Works in chunks. The ids of a chunk are stored before its feedback is removed, or afterwards if the stream has no
     room for them.

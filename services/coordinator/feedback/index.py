@@ -158,8 +158,8 @@ class FeedbackIndex:
         self._projection = open_projection(self.directory)
 
     async def _find_places(self, projection: Projection) -> None:
-        """Load the stored positions, from which the streams are read on. If a stream was replaced since, clear the
-        projection and read all streams from the start."""
+        """Load the positions up to which the streams are indexed. If a stream was replaced since, clear the projection
+        and read all streams from the start."""
         known = await self._write(projection.places)
         states = {stream: await self._state(stream) for stream in STREAMS}
         if any(known[s][1] != created or known[s][2] > last for s, (created, last) in states.items() if s in known):
@@ -196,7 +196,8 @@ class FeedbackIndex:
         return (await self._bus.get_whole(stream, [message.seq])).get(message.seq, message)
 
     async def _index_messages(self, projection: Projection) -> None:
-        """Write queued messages to the projection; each transaction takes those that have arrived, up to a limit."""
+        """Write queued messages to the projection, in one transaction for all messages that have arrived, up to a
+        limit."""
         while True:
             some = [await self._queue.get()]
             nbytes = len(some[0][1].data)
@@ -242,7 +243,7 @@ class FeedbackIndex:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     async def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Return the content that is stored under each of ``ids``, as far as known; see ``Index.known``."""
+        """Return the stored items among ``ids``, by id; see ``Index.known``."""
         projection = await self._ready()
         return await self._read(projection.known, ids)
 
@@ -298,7 +299,7 @@ class FeedbackIndex:
             await asyncio.sleep(POLL_S / 5)
 
     async def catch_up(self, *streams: str) -> None:
-        """Wait until everything is indexed that is in ``streams`` now, whichever replica stored it.
+        """Wait until the index contains all messages that are in ``streams`` now, whichever replica stored them.
 
         Raises:
             Unavailable: it took longer than CAUGHT_UP_S.

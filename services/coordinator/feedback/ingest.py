@@ -1,4 +1,5 @@
-"""Group commit: joins items that arrive within a moment into one message, and answers senders once that is on disk.
+"""Group commit: joins items that arrive within a moment into one message, and answers their senders once the message is
+on disk.
 
 Each job has one lane. A lane sends its items when the oldest one has waited GATHER_S, or when it is full. At most
 IN_FLIGHT messages of a lane wait for their acknowledgement; meanwhile the next message grows.
@@ -78,7 +79,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Content that is stored under an id."""
+    """Facts about a stored item: its content hash (``fingerprint``), revision, message sequence and sender."""
 
     fingerprint: str
     revision: int
@@ -90,7 +91,7 @@ class Index(Protocol):
     """Index of stored items by id."""
 
     async def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Return what is stored under ``ids``, as far as known. Raises Unavailable while the index is incomplete."""
+        """Return the stored items among ``ids``, by id. Raises Unavailable while the index is incomplete."""
         ...
 
 
@@ -114,7 +115,8 @@ class _Lane:
 
 
 class _Taken:
-    """Counts accepted items (or their bytes) that the projection lacks: in total, by job, and by job and key."""
+    """Counts accepted items (or their bytes) that are not in the projection yet: in total, by job, and by job and
+    key."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -129,15 +131,16 @@ class _Taken:
                 del self._by[owner]
 
     def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
-        """Return True if a key may add ``more`` items (or bytes) without using the shares of others; ``most`` is the
-        limit for all jobs together."""
+        """Return True if a key may add ``more`` items (or bytes) without using the shares of other jobs and keys;
+        ``most`` is the limit for all jobs together."""
         of_job, of_key = self._by[job], self._by[job, key_id]
         room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
         return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
 
 
 class Ingest:
-    """Stores items durably."""
+    """Stores items of feedback durably in FEEDBACK, and limits the items of each job and key that the index has not
+    read yet."""
 
     def __init__(self, bus: Bus, index: Index) -> None:
         self._bus, self._index = bus, index
@@ -187,7 +190,7 @@ class Ingest:
         self._freed.set()
 
     async def close(self) -> None:
-        """Wait until accepted items are on disk, at most ACK_S."""
+        """Wait until all accepted items are on disk, but at most ACK_S seconds."""
         tasks = [*self._sending, *(lane.sender for lane in self._lanes.values() if lane.sender is not None)]
         if tasks:
             await asyncio.wait(tasks, timeout=ACK_S)
@@ -213,7 +216,8 @@ class Ingest:
         return not has_room or not self._bytes.has_room(job, key_id, 1, MAX_UNPROJECTED_BYTES)
 
     async def _wait_for_room(self, items: Sequence[Feedback]) -> None:
-        """Wait in turn until there is room; give up after ROOM_S, or at once if too many items wait already."""
+        """Wait, after earlier requests of the same job and key, until there is room for ``items``; give up after ROOM_S
+        seconds, or at once if too many items wait already."""
         count, nbytes = len(items), sum(len(_encoder.encode(item)) for item in items)
         if self._queued + count > MAX_QUEUED or self._queued_nbytes + nbytes > MAX_QUEUED_BYTES:
             return
@@ -265,7 +269,7 @@ class Ingest:
         return entry
 
     async def _send(self, job: str, lane: _Lane) -> None:
-        """Send the waiting items of a lane in groups, until the lane is empty."""
+        """Send the waiting items of one job (``lane``), many items in each message, until no item waits."""
         room = asyncio.Semaphore(IN_FLIGHT)
         while lane.waiting:
             await room.acquire()
@@ -307,7 +311,7 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """Publish a message; return its sequence, and a sequence that no part of the message exceeds.
+        """Publish a message; return ``(its sequence, upper bound of the sequences of all its parts)``.
 
         The first one is None for a message of several parts.
         """
@@ -385,7 +389,8 @@ def _compare(item: Feedback, earlier: Known) -> Known | None:
 
 
 def _take(lane: _Lane) -> list[_Entry]:
-    """Return the next group: the oldest items, as many as fit into a message, at least one."""
+    """Remove and return the next items to send: the oldest of ``lane``, as many as fit into one message, but at least
+    one."""
     count = nbytes = 0
     for entry in lane.waiting[:GROUP_ITEMS]:
         if count and nbytes + entry.nbytes > GROUP_BYTES:

@@ -199,7 +199,7 @@ def _checked(name: str, value: Any, declared: MetricConfig, pointer: str) -> boo
 
 
 def _redacted(fields: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
-    """Return redacted copies of those of ``fields`` that contain texts of people or models."""
+    """Return the fields among ``fields`` that contain texts of people or models, with the texts redacted."""
     body = fields.get("body", {})
     texts = {name: redactor.replace_all(body[name]) for name in TEXTS if name in body}
     found: dict[str, Any] = {"body": {**body, **texts}} if texts else {}
@@ -214,7 +214,8 @@ def _refuse_tokens(post: Posted) -> None:
 
 
 def _refuse_names(post: Posted, redactor: Redactor) -> None:
-    """Refuse names of tags and groups with parts to redact, because redaction would make different names equal."""
+    """Refuse a tag name or a group id that contains text to redact, because redaction could make two different names
+    equal."""
     names = {f"/tags/{place}": name for place, name in enumerate(post.tags)}
     if isinstance(post, PostedInteraction) and post.group_id is not None:
         names["/group_id"] = post.group_id
@@ -225,7 +226,7 @@ def _refuse_names(post: Posted, redactor: Redactor) -> None:
 
 
 def _refuse_weightless(post: Posted, who: Identity) -> None:
-    """Refuse feedback without a weight from a key with a weight limit. Only values of metrics have weights: all other
+    """Refuse feedback that has no weight, if the key has a weight limit. Only values of metrics have weights: all other
     feedback, such as a demonstration, trains with full weight."""
     if who.max_weight >= 1:
         return

@@ -1,5 +1,5 @@
-"""Finds the online job of an item of feedback: by the job mark at the end of its target's id (``job_mark``), by name,
-or as the only running online job."""
+"""Finds the online job to which an item of feedback belongs: by the job mark at the end of its target's id
+(``job_mark``), by the job's name, or because only one online job runs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Other(NamedTuple):
 
 
 class LiveJobs:
-    """All online jobs, and the names of the other jobs, followed in the `jobs` bucket."""
+    """Cache of the online jobs, and of the names of all other jobs, which follows the `jobs` bucket."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -107,8 +107,7 @@ class LiveJobs:
         return self._jobs.get(job)
 
     def was_over(self, job: str, time: float) -> bool:
-        """Return True if a job had ended at ``time`` (Unix seconds). No leader decides on items that arrived after the
-        end."""
+        """Return True if a job had ended by ``time`` (Unix seconds): no leader decides on items that arrived later."""
         known = self._jobs.get(job)
         return known is not None and known.finished_at is not None and time >= known.finished_at
 

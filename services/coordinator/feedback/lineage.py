@@ -139,8 +139,8 @@ class UserDataLineage:
             self.versions.add(event.version)
 
     def _roll_back(self, event: LineageForked) -> None:
-        """Apply a fork: later checkpoints no longer count, so a trainer repeats the batches from the newest earlier
-        checkpoint up to the fork."""
+        """Apply a fork: discard the batches and checkpoints from batch ``event.from_batch`` on, and all sealed batches.
+        Their draws are in flight again if the fork redraws them."""
         rolled_back = [number for number in self._trained if number >= event.from_batch]
         found = [self._trained.pop(number) for number in rolled_back] + list(self._sealed.values())
         self._sealed.clear()
@@ -166,7 +166,7 @@ class UserDataLineage:
 
 
 class _Batch(NamedTuple):
-    """A batch: those of its draws that a deletion concerns, and the highest EXPERIENCE sequence of its groups."""
+    """A batch: the draws in it that a deletion concerns, and the highest EXPERIENCE sequence of its groups."""
 
     ordinals: frozenset[int]
     last_seq: int
@@ -181,7 +181,7 @@ def is_made_of(admission: Admission, interactions: Container[str], feedback: Con
 
 
 def is_of_user(admission: Admission, user: str, until: float) -> bool:
-    """Return True if an admission not later than ``until`` (Unix seconds) is of a conversation of ``user`` (a
+    """Return True if an admission was made by ``until`` (Unix seconds) and trains on a conversation of ``user`` (a
     pseudonym)."""
     return admission.time <= until and user in (admission.user, *admission.users)
 

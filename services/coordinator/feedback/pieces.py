@@ -1,4 +1,4 @@
-"""Finds and erases the messages of one payload, also those that an interrupted deletion left."""
+"""Finds and erases the messages that hold one payload, including those that an interrupted deletion left."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["data_of", "erase_dead_letter", "erase_message", "pieces_of"]
 
 
 async def pieces_of(bus: Bus, stream: str, first: Message) -> list[Message]:
-    """Return the existing messages of a payload, in order. Raises Unavailable."""
+    """Return the messages of a payload that still exist, in order. Raises Unavailable."""
     try:
         count = count_of(first.headers)
     except ProtocolError:  # treat it as a single message
@@ -29,8 +29,8 @@ async def data_of(bus: Bus, stream: str, first: Message) -> bytes:
 
 
 async def erase_message(bus: Bus, stream: str, first: Message) -> None:
-    """Overwrite and delete the messages of a payload, the first one last: a search needs the first one to find the rest
-    after an interruption."""
+    """Overwrite and delete the messages of a payload, the first message last: if the deletion is interrupted, a later
+    search finds the remaining messages by the first one."""
     for piece in reversed(await pieces_of(bus, stream, first)):
         await bus.delete_message(stream, piece.seq)
 

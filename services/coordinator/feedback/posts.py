@@ -80,7 +80,8 @@ Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 
 
 def _storable(message: dict[str, Any]) -> dict[str, Any]:
-    """Refuse integers beyond 64 bits, which Python parses but the storage format cannot hold."""
+    """Return ``message``. Raises ValueError for an integer beyond 64 bits, which Python parses but the storage format
+    cannot hold."""
     open_ones: list[Any] = [message]
     while open_ones:
         value = open_ones.pop()
@@ -236,8 +237,7 @@ _PROMPT_KEYS = ("model", "messages", "prompt_token_ids")
 
 
 def _kind(value: Any) -> str:
-    """Return the tag of the union member that ``value`` is meant as, so that validation reports only the errors of that
-    member."""
+    """Return the tag of the union member that validates ``value``, so that errors concern only this member."""
     if not isinstance(value, dict):
         return "inference"
     kind = value.get("kind")

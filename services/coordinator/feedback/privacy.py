@@ -34,7 +34,7 @@ class Pseudonyms:
         self._key = b""
 
     async def load(self) -> None:
-        """Read the key, or create it. Raises Unavailable."""
+        """Read the secret key of the deployment, or create it if the bucket has none. Raises Unavailable."""
         with contextlib.suppress(Conflict):  # another replica was faster
             if await self._kv.get(KEY) is None:
                 await self._kv.create(KEY, secrets.token_bytes(32))
@@ -101,8 +101,8 @@ class Consents:
 
 
 def objection(said: bool | None, consent: Consent) -> str:
-    """Return the reason why a job that requires ``consent`` must not train on a user's data, or '' if it may. ``said``
-    is the user's consent, as ``Consents.of`` returns it."""
+    """Return the reason why a job that requires ``consent`` must not train on a user's data, or '' if the job may.
+    ``said`` is the user's consent, as ``Consents.of`` returns it."""
     if said is False:
         return "opted_out"
     return "no_consent" if said is None and consent == "opt_in" else ""

@@ -138,7 +138,7 @@ _DELETE = f"DELETE FROM {{}} WHERE id IN (SELECT {_columns(1)} FROM json_each(?1
 
 
 def open_projection(directory: Path) -> Projection:
-    """Open the first file of the directory that no other process holds; rebuild the file if it is broken."""
+    """Open the first database file in the directory that no other process holds; rebuild the file if it is damaged."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(MAX_FILES):
         lock = (directory / f"feedback-{number}.lock").open("wb")
@@ -158,7 +158,7 @@ def open_projection(directory: Path) -> Projection:
 
 
 def drop_abandoned(directory: Path) -> None:
-    """Delete the files that no process holds: no process updates them, so users' data would stay in them."""
+    """Delete the database files that no process holds: no process would delete users' data from them."""
     for path in directory.glob("feedback-*.sqlite"):
         with path.with_suffix(".lock").open("wb") as lock:
             try:
@@ -233,7 +233,7 @@ class Projection:
             self._lock.close()
 
     def places(self) -> dict[str, Place]:
-        """Return, by stream, the position up to which it was read."""
+        """Return, for each stream, the position up to which the stream was read."""
         return {row[0]: tuple(row) for row in self._writer.execute("SELECT stream, created, seq FROM place")}
 
     def clear(self) -> None:
@@ -300,7 +300,7 @@ class Projection:
             self._writer.execute(statement, (msgspec.json.encode(some).decode(),))
 
     def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Return the content stored under each of ``ids`` that is known."""
+        """Return the stored items among ``ids``, by id, except those whose content hash is unknown."""
         query = "SELECT id, fingerprint, revision, seq, source FROM feedback WHERE fingerprint != '' AND id IN ({})"
         return {row[0]: Known(row[1], row[2], row[3], row[4]) for row in self._in(query, ids)}
 
@@ -340,7 +340,7 @@ class Projection:
         return {**found, "interactions": found["interactions"].split()}
 
     def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Return decisions on those interactions of ``ids`` that are decided."""
+        """Return the decisions on the interactions in ``ids``, by id; leave out undecided interactions."""
         query = "SELECT id, status, reason, ordinal, batch, version, time FROM decided WHERE id IN ({})"
         names = ("status", "reason", "ordinal", "batch", "version", "time")
         return {row[0]: dict(zip(names, row[1:], strict=True)) for row in self._in(query, ids)}

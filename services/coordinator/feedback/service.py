@@ -185,8 +185,8 @@ class FeedbackService:
                 raise Gone("erased", f"'{id}' was deleted together with the data of its user")
 
     def _refuse_old(self, item: Feedback, chosen: bool) -> None:
-        """Refuse an item if its chosen id or its target was created so long ago that a replica may have forgotten
-        earlier feedback with the same id or target."""
+        """Refuse an item whose chosen id, or whose target, is so old that a replica may have forgotten earlier feedback
+        with the same id or target."""
         if self._ids_keep_s is None:
             return
         oldest = bus_time() - self._ids_keep_s
@@ -277,7 +277,8 @@ class FeedbackService:
         ]
 
     async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
-        """Return decisions on those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
+        """Return the decision (``InteractionDecision``) on each decided interaction among ``interactions`` (canonical
+        UUIDs)."""
         await self.index.catch_up(subjects.DECISIONS)
         return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
 
@@ -329,7 +330,8 @@ class FeedbackService:
         return _shown(report)
 
     async def finish_deletions(self) -> None:
-        """Take over deletions of processes that are gone, until cancelled; runs on the leading coordinator."""
+        """Take over the deletions of processes that have died, until cancelled. Only the leading coordinator runs
+        this."""
         while True:
             with contextlib.suppress(Unavailable):
                 for report in await self._eraser.unfinished():

@@ -28,8 +28,8 @@ CHAT = {"messages": "messages", "answer": None}
 
 
 class _Length(BaseModel):
-    """Batch size and length of the training that a base model file sets; the job's validation checks the other keys of
-    section ``train``."""
+    """The settings of section ``train`` that determine batch size and length of the training; the job's validation
+    checks all other keys of the section."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -88,7 +88,7 @@ class BaseModelFile:
         return PromptConfig.model_validate(self.sections.get("data", {}).get("prompt", CHAT))
 
     def section(self, name: str) -> dict[str, Any]:
-        """Return a copy of one section."""
+        """Return a copy of one section of the base model's file."""
         return dict(self.sections.get(name, {}))
 
     def with_model(self, path: str) -> BaseModelFile:

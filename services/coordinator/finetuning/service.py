@@ -114,7 +114,7 @@ class FineTuningService:
         return record
 
     def shown(self, record: JobRecord) -> FineTuningJob:
-        """Return a record in OpenAI's format."""
+        """Convert the record of a fine-tuning job to OpenAI's format."""
         return _shown_job(record)
 
     async def page(
@@ -161,7 +161,7 @@ def _refused(pointer: str, detail: str) -> Invalid:
 
 
 def _shown_job(record: JobRecord) -> FineTuningJob:
-    """Convert a job that came from a fine-tuning request."""
+    """Convert the record of a fine-tuning job to OpenAI's format."""
     origin, status = record.fine_tuning, record.status
     assert origin is not None, f"{record.id} is no fine-tuning job"
     failed = status.phase == "failed"
@@ -190,7 +190,7 @@ def _estimate(status: JobStatus) -> int | None:
 
 
 def _shown_event(seq: int, row: Row) -> Event:
-    """Convert a row of the job's events."""
+    """Convert a row of the job's events to OpenAI's format."""
     return Event(
         id=f"ftevent-{seq}",
         created_at=int(row["time"]),
@@ -201,7 +201,7 @@ def _shown_event(seq: int, row: Row) -> Event:
 
 
 def _shown_checkpoint(job: str, row: Row) -> Checkpoint:
-    """Convert a checkpoint of a job."""
+    """Convert a row of the job's checkpoints to OpenAI's format."""
     number = row["number"]
     return Checkpoint(
         id=f"ftckpt-{number}",

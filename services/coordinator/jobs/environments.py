@@ -115,8 +115,7 @@ def check_held_out(config: EmbodiedJob, spec: EnvSpec, held_out: EnvSpec) -> Non
 
 
 def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
-    """Return warnings about the videos that a job asks for. Raises ConfigError if the job requires videos and none can
-    be recorded."""
+    """Return a warning if the simulator cannot record videos. Raises ConfigError if the job requires videos."""
     if not spec.no_video:
         return []
     if config.evaluation.videos != "auto":
@@ -125,7 +124,8 @@ def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
 
 
 def check_followed(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
-    """Return a warning about each goal that follows the successes of a simulator that does not report any."""
+    """Return a warning for each setting (early stop, best checkpoint) that watches a success metric which the simulator
+    does not report."""
     reported = {TRAINED_SUCCESS: spec.has_success, HELD_OUT_SUCCESS: spec.held_out_success}
     followed = {"early_stop.metric": config.early_stop, "checkpoint.keep_best.metric": config.checkpoint.keep_best}
     return [
@@ -137,7 +137,8 @@ def check_followed(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
 
 
 def bytes_per_step(config: EmbodiedJob, spec: EnvSpec) -> int:
-    """Return the bytes that one decision adds to a stored group: observations, actions, log-probs, rewards, flags."""
+    """Return the bytes that one decision of the policy adds to a stored group: observations, actions, log-probs,
+    rewards, flags."""
     observed = sum(prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values())
     numbers = max(1, prod(spec.action_shape))
     return observed + config.environment.action_chunk * (numbers * (8 + 4) + 4 + 2) + REST_BYTES

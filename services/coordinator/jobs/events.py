@@ -1,4 +1,4 @@
-"""Events of a job, as the HTTP API shows them: pages of stored ones, and the live stream until the job ends."""
+"""Events of a job, as the HTTP API shows them: pages of stored events, and a live stream until the job ends."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class JobEvents:
 
 
 def is_last_event(data: bytes, since: float = 0.0) -> bool:
-    """Return True if an event reports that the job ended, at or after ``since`` (time of the job's last extension, Unix
-    seconds)."""
+    """Return True if an event reports the end of the job, not earlier than ``since`` (Unix seconds: the job's last
+    extension)."""
     row = msgspec.json.decode(data)
     return row["time"] >= since and row["type"] == "phase" and str(row["message"]).split(":")[0] in TERMINAL_PHASES

@@ -1,4 +1,5 @@
-"""Prometheus gauges of the coordinator: metrics of the jobs led here, fill levels of streams, versions of workers."""
+"""Prometheus gauges of the coordinator: metrics of the jobs that it leads, fill levels of streams, versions of
+workers."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class JobIndex:
         self._read_to = read_to
 
     def take(self, entry: Entry) -> None:
-        """Apply a stored change; a change older than the known revision is ignored."""
+        """Apply a stored change of a job, unless the index has a newer revision of the job."""
         known = self._entries.get(entry.key)
         if entry.revision <= max(known.revision if known else 0, self._deleted.get(entry.key, 0)):
             return
@@ -228,7 +228,7 @@ class JobIndex:
         return [self._entries[id] for id in sorted(itertools.chain.from_iterable(self._by_phase[p] for p in phases))]
 
     def of_models(self, models: frozenset[str] | None) -> list[JobEntry]:
-        """Return the jobs with one of these names or ids, oldest first; None stands for all jobs."""
+        """Return the jobs whose name or id is in ``models``, oldest first; all jobs if ``models`` is None."""
         if models is None:
             return self.all()
         found = {id for model in models for id in self._by_name.get(model, ())} | models & self._entries.keys()

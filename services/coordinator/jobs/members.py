@@ -37,7 +37,8 @@ class Member:
 
 @dataclass(slots=True)
 class Span:
-    """Interval of one state of a worker for a job, from its heartbeats. ``start``, ``end``: monotonic seconds."""
+    """Interval in which the heartbeats of a worker report one state for a job. ``start``, ``end``: monotonic
+    seconds."""
 
     kind: Literal["busy", "waiting", "lost"]
     wait: str
@@ -150,7 +151,8 @@ class PresenceChange:
 
 
 class ProblemWatch:
-    """Reports problems of workers with one job: each problem once, at most one per worker in ``PROBLEM_S`` seconds."""
+    """Reports the problems that workers have with one job: each problem once, at most one per worker in ``PROBLEM_S``
+    seconds."""
 
     def __init__(self, job: str) -> None:
         self._job = job
@@ -183,7 +185,7 @@ class PresenceWatch:
         self._lost: set[tuple[str, str]] = set()
 
     def changes(self, members: Members, services: Collection[str], clock: float) -> list[PresenceChange]:
-        """Return the changes since the last call among workers of these services."""
+        """Return the workers of ``services`` that were lost or have returned since the last call."""
         found: list[PresenceChange] = []
         for member in members.everybody():
             beat, who = member.beat, (member.beat.service, member.beat.worker)

@@ -1,4 +1,5 @@
-"""Decides which jobs lose groups, batches, metrics, events and interactions when streams fill. Ledgers stay."""
+"""Decides which jobs lose groups, batches, metrics, events and interactions when streams fill. No job loses its
+ledger."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def oldest_finished(
 
 
 def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
-    """Return the jobs that can lose their interactions, in the order in which they lose them.
+    """Return the jobs whose interactions may be purged, in the order of purging.
 
     Finished jobs come first, then running ones that do not learn from interactions. Online jobs purge decided
     interactions themselves.
@@ -50,7 +51,7 @@ def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
 
 
 def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: int) -> None:
-    """Refuse a job whose byte budget does not fit beside the byte budgets of running jobs.
+    """Refuse a job if the stream EXPERIENCE cannot hold its byte budget and those of all running jobs.
 
     Raises:
         ConfigError: the budget does not fit; the message has the numbers.

@@ -190,7 +190,7 @@ class JobStore:
         return await self.change(job, edit)
 
     async def finish_operation(self, job: str, done: Operation) -> None:
-        """Write the result of an operation, unless the operation has ended already."""
+        """Write the result of a pending operation; do nothing if the operation has ended already."""
 
         def edit(record: JobRecord) -> JobRecord:
             operations = [done if one.id == done.id and one.state == "pending" else one for one in record.operations]

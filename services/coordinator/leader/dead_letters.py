@@ -167,7 +167,7 @@ class DeadLetterScanner:
                 await _leave_to_scan(self._hand_over(queue, message))
 
     def _held(self, queue: _Queue) -> set[str]:
-        """Return the draws that live workers hold, according to their reports."""
+        """Return the draws that live workers hold, according to their heartbeats."""
         return {
             str(draw)
             for member in self._members.of(WORKERS[queue.stream], time.monotonic())
@@ -212,7 +212,8 @@ def draw_of(stream: str, message: Message) -> Draw | None:
 
 
 def _name_of(stream: str, message: Message) -> str:
-    """Return the draw of a message in the form in which workers report the draws that they hold; '' if unknown."""
+    """Return the draw of a message in the form in which heartbeats list the draws that a worker holds; '' if
+    unknown."""
     draw = draw_of(stream, message)
     if draw is None and stream == subjects.TICKETS:
         try:
@@ -292,7 +293,7 @@ async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
 
 
 def origin_of(message: Message) -> tuple[str, int]:
-    """Return stream and sequence of the message that a message of DEAD copies."""
+    """Return the stream and the sequence of the original of ``message``, which is a copy in DEAD."""
     return message.headers.get(STREAM, ""), header_number(message.headers.get(SEQUENCE))
 
 

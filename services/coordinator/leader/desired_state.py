@@ -42,7 +42,7 @@ class DesiredState:
         self.update(record)
 
     def update(self, record: JobRecord) -> None:
-        """Store a changed record; the first one that cancels the job starts the grace period."""
+        """Store a changed record. The first record that cancels the job starts the grace period."""
         self.record = record
         if record.desired_state == "cancelled" and not self._cancelled_at:
             self._cancelled_at = time.monotonic()
@@ -176,7 +176,7 @@ class DesiredState:
         )
 
     def settle(self, run: JobRun) -> list[Operation]:
-        """Return the operations that are done or impossible, each of them once."""
+        """Return the operations that have succeeded or failed since the last call."""
         done = []
         for kind, outcome in (("checkpoint", self._saved), ("promote", _promoted), ("rollback", _rolled_back)):
             for operation in self._pending(kind):

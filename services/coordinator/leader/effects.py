@@ -119,7 +119,7 @@ class EffectPublisher:
         )  # fmt: skip
 
     async def publish_tickets(self, tickets: list[Ticket], *, again: str = "") -> None:
-        """Publish tickets, all or none; wait while the bus is away.
+        """Publish all ``tickets`` or none; wait while the bus is away.
 
         ``again``: suffix of the message ids, so that the bus stores tickets that it has stored before.
         """
@@ -210,7 +210,8 @@ class EffectPublisher:
 
 
 def _count(message: Message) -> int:
-    """Return the number of messages of a payload, which its first message names; 1 for an unreadable header."""
+    """Return the number of messages of a payload, from the header of its first message; 1 if the header is
+    unreadable."""
     try:
         return count_of(message.headers)
     except ProtocolError:

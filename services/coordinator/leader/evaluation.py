@@ -149,8 +149,8 @@ class Evaluation:
 
 
 class EvaluationPlan:
-    """Evaluations of one job: the points (numbers of completed updates) that are done, and the evaluation in progress.
-    The prompts come from the sources ``held_out``."""
+    """Evaluations of one job: the points (numbers of completed updates) already evaluated, and the evaluation in
+    progress. The prompts come from the sources ``held_out``."""
 
     def __init__(self, config: EvaluationConfig | EpisodeEvaluationConfig, held_out: Sequence[SourceSummary]) -> None:
         self.config = config
@@ -161,11 +161,11 @@ class EvaluationPlan:
 
     @property
     def enabled(self) -> bool:
-        """True if there is anything to evaluate."""
+        """True if the job has held-out prompts, and the evaluation samples completions of them."""
         return self.num_prompts > 0 and self.config.completions > 0
 
     def due(self, point: int, *, final: bool = False) -> bool:
-        """Return True if ``point`` (completed updates) must be evaluated and has not been."""
+        """Return True if an evaluation is planned at ``point`` (completed updates) and has not been done."""
         if not self.enabled or point in self.done:
             return False
         if point == 0:
@@ -184,7 +184,8 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Return True while results are missing before the deadline; record when a ready batch begins to wait for them.
+        """Return True while the evaluation in progress lacks results and its deadline has not passed; record when a
+        ready batch begins to wait for it.
 
         ``batch_ready``: True if a batch could be sealed, were it not for this evaluation.
         """

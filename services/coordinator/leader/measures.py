@@ -92,7 +92,7 @@ class Measures:
 
     def _is_known(self, state: LedgerState) -> bool:
         """Return True if the promotion gate needs no evaluation of the newest version: no gate compares versions, or
-        this version is served already and the gate has its reward."""
+        the version is already served and its reward is known."""
         if self.gate is None or not self._compares:
             return True
         served = state.promoted
@@ -107,8 +107,8 @@ class Measures:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """Count a group that arrived. A group with an error and without completions counts as the loss of all
-        completions that it should have had."""
+        """Count a group that arrived. If it has an error and no completions, count all completions of a full group as
+        lost."""
         is_lost = bool(header.error) and not header.lengths and not header.skipped
         lost = self.config.completions_per_group if is_lost else 0
         self.tally.on_group(header, duplicate=duplicate, lost=lost)
@@ -133,8 +133,8 @@ class Measures:
         return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
 
     def disproof(self, report: Report) -> str:
-        """Return a message if the metrics of an update show that other weights sampled its tokens than the policy
-        versions recorded for the tokens; else ''.
+        """Return a message if an update's metrics show that its tokens were not sampled by the policy versions recorded
+        for them; else ''.
 
         A large update of the policy also raises lag/logprob, but only in the next ``max_lag`` updates, whose tokens
         earlier versions sampled. So lag/logprob must exceed the bound in ``max_lag + 1`` updates in a row.
@@ -175,15 +175,15 @@ class Measures:
         self._warned = True
 
     def look(self, *, ended: bool = False) -> None:
-        """Publish an event for each health warning that began or ended. ``ended``: the run has ended, so judge it even
-        if it is short."""
+        """Publish an event for each health warning that began or ended. With ``ended`` (the run has ended), judge even
+        a short run."""
         self.health.recent = self.tally.since
         for change in self.health.judge(ended=ended):
             level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
             self.outbox.event(level, "health", text, kind=change.kind)
 
     def lacks_rows(self, state: LedgerState) -> bool:
-        """Return True if METRICS lacks rows of the newest updates that can be restored from the ledger."""
+        """Return True if METRICS lacks rows of the newest updates, and the ledger can restore these rows."""
         batch, entry = self.newest_row
         return 0 < state.last_trained - batch <= MAX_RESTORED and (entry > 0 or not batch)
 
@@ -268,7 +268,8 @@ class Measures:
 
 
 def _reported(values: Mapping[str, float], state: LedgerState) -> dict[str, float]:
-    """Leave out successes of zero if the job's simulator, by its description, does not report if a task is solved.
+    """Remove successes of 0 from ``values`` if the job's simulator, according to its description, does not report
+    success.
 
     A success above zero stays, because an environment of Gymnasium may report its first success after the step on which
     the description is based.

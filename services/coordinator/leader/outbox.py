@@ -45,7 +45,7 @@ RETRY_S = 0.5
 
 
 class Outbox:
-    """Sends queued rows in order; of the status and the clock, only the newest value. Retries while the bus is
+    """Sends queued rows in order, and only the newest value of the status and of the clock. Retries while the bus is
     unreachable.
 
     Decisions never wait for the outbox. Rows that a full stream refuses are dropped and logged. ``attempt``: see
@@ -143,7 +143,7 @@ class Outbox:
             self._gauges.hide()
 
     async def flush(self) -> None:
-        """Send everything that waits, including the status."""
+        """Send all queued rows, the clock and the status now."""
         async with self._sending:
             self._last_status = 0.0
             await self._send_all()

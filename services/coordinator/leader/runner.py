@@ -184,7 +184,7 @@ class JobRunner:
             await self._restore_rows()
 
     async def _restore_rows(self) -> None:
-        """Write the rows of the newest updates, which an earlier leader committed but did not write before it died."""
+        """Write the metrics rows of updates that an earlier leader committed but did not write before it died."""
         slice_, start = WorkSlice(), self.measures.newest_row[1] + 1
         entries = self.bus.scan(subjects.LEDGER, subjects.ledger(self.job), start_seq=start)
         async with contextlib.aclosing(entries) as messages:
@@ -210,7 +210,7 @@ class JobRunner:
         self.inbox.wake()
 
     async def _read_groups(self) -> None:
-        """Judge the stored groups that the next decisions may need; ``_check_stored`` reads the rest later."""
+        """Judge the stored groups that the next decisions may need; ``_check_stored`` reads the other groups later."""
         subject = subjects.experience(self.job)
         self._next_seq = self.run.take_up()
         stream = await self.bus.stream_state(subjects.EXPERIENCE)
@@ -228,7 +228,7 @@ class JobRunner:
                 await slice_.end()
 
     async def _check_stored(self) -> None:
-        """Check the messages that this leader did not read, in the background.
+        """Check, in the background, the messages of EXPERIENCE that ``_read_groups`` did not read.
 
         An earlier leader may have died before it deleted groups that it had dropped, and groups that the ledger counts
         as stored may be gone.
@@ -429,8 +429,8 @@ class JobRunner:
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
 
     async def _record(self, report: Report, events: list[Event], now: float) -> None:
-        """Commit the events of a trainer's report and the decisions that follow from them. The event of an update gets
-        the update's metrics."""
+        """Commit the events of a trainer's report together with the decision that they make possible. The event of an
+        update gets the update's metrics."""
         if report.kind == "refused":
             await self.publisher.copy_refused(self.run, events)
         batch, state = self.run.state.sealed.get(report.batch), self.run.state
@@ -490,7 +490,7 @@ class JobRunner:
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
     async def _is_over(self, seq: int, draw: Draw | None) -> bool:
-        """Return True if nothing waits for the ticket ``seq`` any more: its draw or its evaluation has ended."""
+        """Return True if the ticket ``seq`` is no longer needed, because its draw or its evaluation has ended."""
         if draw is not None:
             return draw not in self.run.state.open
         with contextlib.suppress(NotFound, ProtocolError):
@@ -519,8 +519,8 @@ class JobRunner:
             await self.publisher.publish_tickets(tickets)
 
     async def _follow_best(self) -> None:
-        """Have the ledger name the best checkpoint once that checkpoint exists; until then, request it from the
-        trainer."""
+        """Commit the event that names the best checkpoint once that checkpoint exists; until then, have the trainer
+        write it."""
         goals, state = self.measures.goals, self.run.state
         await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=bus_time())])
         self._inputs = replace(self._inputs, new_best=goals.wanted(state))

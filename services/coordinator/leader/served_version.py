@@ -39,8 +39,8 @@ class _Announced:
 
 
 class ServedVersionPublisher:
-    """Watches the candidates' manifest and the served version's manifest of one job, and publishes promoted versions to
-    the engines.
+    """Publishes the promoted versions of one job to the engines. Watches the manifests of the candidates and of the
+    served version.
 
     Served versions only rise, in the ledger and in the bucket. If an earlier leader or trainer writes an older version,
     this leader sees it and replaces it.
@@ -70,8 +70,8 @@ class ServedVersionPublisher:
                 await asyncio.sleep(POLL_S)
 
     async def _watch(self) -> None:
-        """Watch the keys of the served version's manifest and of the candidates' manifest. One watch covers them,
-        because the candidates' key lies below the other key."""
+        """Watch the manifests of the served version and of the candidates. One watch covers both keys, because the
+        candidates' key lies below the key of the served version."""
         async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
             async for entry in entries:
                 announced = (
@@ -85,8 +85,8 @@ class ServedVersionPublisher:
                 self._take_served()
 
     def _take_served(self) -> None:
-        """Remember the promoted version's manifest by the newest trainer, because manifests of later candidates replace
-        it in the bucket."""
+        """Keep the newest trainer's manifest of the promoted version, because later candidates replace it in the
+        bucket."""
         promoted = self._promoted()
         known = (self._candidate, self._standing, self._served)
         fitting = [one for one in known if one is not None and promoted is not None and one.version == promoted.version]

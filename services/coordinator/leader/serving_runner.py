@@ -1,4 +1,5 @@
-"""Leads one deployment: it runs once a rollout worker has loaded the model, and ends on cancellation or when idle.
+"""Leads one deployment: the deployment runs once a rollout worker has loaded the model, and ends on cancellation or
+when idle.
 
 There is no ledger and nothing to recover: workers serve by the job's record alone, whichever coordinator leads.
 """
@@ -46,8 +47,8 @@ class ServingRunner(LedgerlessRunner):
             self._report(*end)
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
-        """Return the heartbeat entries about this job, by worker: those of the live rollout workers that report such an
-        entry."""
+        """Return, by worker, the entry about this job in each live rollout worker's heartbeat; leave out workers
+        without an entry."""
         found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
         return {worker: entry for worker, entry in found.items() if entry}
 
@@ -87,7 +88,8 @@ class ServingRunner(LedgerlessRunner):
         super().update_record(record)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """Copy a message to DEAD, where users can see it, and delete it: a deployment has no work in queues."""
+        """Copy a dead message to DEAD, where users can see it, and delete it. A deployment has no draw that ends with
+        it."""
         count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 

@@ -52,7 +52,8 @@ def best_of(state: LedgerState, data_dir: Path = Path()) -> dict[str, Any] | Non
 
 
 def canary_of(run: JobRun) -> dict[str, Any] | None:
-    """Return the version that is tried on a share of live traffic, or None."""
+    """Return the progress of the canary trial in which a version serves a share of live traffic; None if there is no
+    trial."""
     canary, gate = run.state.canary, run.promotion
     if canary is None or gate is None or gate.config.canary is None or run.state.finished:
         return None

@@ -75,7 +75,7 @@ class WeightRouter:
         self._bus, self._job, self._members = bus, job, members
 
     async def follow(self) -> None:
-        """Update the stored choice until cancelled."""
+        """Update the stored choice of transports until cancelled."""
         while True:
             try:
                 await self._choose()

@@ -163,7 +163,7 @@ def worker_waits(
 
 
 def _worker_of(job: str, service: str, members: Members, clock: float) -> str | None:
-    """Return the first live worker of a service that has the job, or None."""
+    """Return the first live worker of a service whose heartbeat names the job, or None."""
     return next((m.beat.worker for m in members.of(service, clock) if job in m.beat.jobs), None)
 
 

@@ -147,8 +147,8 @@ def admit(
 
 
 def _imitated(interaction: Interaction, reward: float | None, denied: str, job: OnlineJob, *, source: str) -> Decision:
-    """Decide on an answer that the policy loss may not use: imitate the answer if it is valid and has feedback or
-    credit."""
+    """Decide on an answer that the policy loss may not use: the supervised loss trains it if it is valid and has
+    feedback or credit; otherwise it is rejected."""
     if reward is None:
         return Decision("wait", "feedback")
     if not source or is_invalid(interaction, job):
@@ -159,8 +159,7 @@ def _imitated(interaction: Interaction, reward: float | None, denied: str, job: 
 def _refused(
     interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, has_feedback: bool
 ) -> Decision:
-    """Decide to reject an interaction, but first wait for its reward if a canary trial compares versions by the
-    reward."""
+    """Reject an interaction; if a canary trial compares versions by its reward, first wait for the reward."""
     if reason != CANARY and (reason != STALE or job.online.canary is None):
         return Decision("reject", reason, reward or 0.0)
     if reward is None:
@@ -217,7 +216,7 @@ def reward_of(
 
 
 def reward_of_whole(items: Iterable[Feedback], job: OnlineJob) -> float:
-    """Sum the metrics of level `episode` of a finished episode; a missing one takes its default."""
+    """Sum the metrics of level `episode` of a finished episode; a metric without feedback takes its default."""
     total, by_metric = 0.0, counted_feedback(items, job.online)
     for name, metric in job.online.of_level("episode").items():
         value = _mean(by_metric.get((name, "episode"), ()), metric)

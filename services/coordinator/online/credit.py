@@ -53,7 +53,7 @@ of a new answer, and leave out once the answer is part of the conversation."""
 def longest_earlier_prefix(
     texts: Iterable[tuple[bytes, int]], asked: Iterable[tuple[bytes, int]]
 ) -> dict[int, tuple[int, int]]:
-    """For each text in ``asked``, find its longest prefix among those of ``texts`` that have a lower position.
+    """For each text in ``asked``, find the longest of ``texts`` that is a prefix of it and has a lower position.
 
     In sorted order a text follows all of its prefixes, which form a path. Finding the nearest prefix with a lower
     position on this path takes ``O(log n)`` steps, whatever the order of positions is.
@@ -83,7 +83,8 @@ def longest_earlier_prefix(
 
 
 class _PrefixNode:
-    """Node in a tree of prefixes: a whole prefix and the positions of its turns (``places``), lowest first.
+    """Node in a tree of prefixes: a prefix, and the positions of the turns with exactly this text (``places``), lowest
+    first.
 
     The root is the empty prefix.
 
@@ -104,7 +105,8 @@ class _PrefixNode:
             self.far = earlier.far.far
 
     def before(self, place: int) -> _PrefixNode:
-        """Return the node of the longest prefix (or of this whole text) whose lowest position is below ``place``."""
+        """Return the node of the longest prefix of this text (the whole text included) whose lowest position is below
+        ``place``."""
         text = self
         while text.places[0] >= place:
             text = text.far if text.far.places[0] >= place else text.earlier
@@ -158,8 +160,8 @@ class TurnTree:
         return found
 
     def rated(self, has_feedback: Sequence[bool], *, whole: bool) -> list[bool]:
-        """Return one flag per turn: True if its conversation has feedback, or if the episode as a whole has it
-        (``whole``)."""
+        """Return one flag per turn: True if its conversation has feedback, or if ``whole`` says that the whole episode
+        has."""
         roots = self.roots
         rated = {root for root, one in zip(roots, has_feedback, strict=True) if one}
         return [whole or root in rated for root in roots]
@@ -174,7 +176,7 @@ class TurnTree:
 
 
 def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
-    """Build the tree of turns given in the order of their requests; the result depends on nothing else."""
+    """Build the tree of ``turns``, which are in the order of their requests. The result depends on nothing else."""
     extends_turn = _extended_turns(turns)
     continued = _continued_prompts(turns, [place for place, full in enumerate(extends_turn) if place and full == ROOT])
     parents: list[int] = []
@@ -197,7 +199,7 @@ def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
 
 
 def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
-    """Return for each turn the earlier turn whose prompt and answer form the longest prefix of its prompt, or
+    """Return, for each turn, the earlier turn whose prompt and answer together are the longest prefix of its prompt, or
     ``ROOT``."""
     wholes = [(one.full, place) for place, one in enumerate(turns) if one.full]
     found = longest_earlier_prefix(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
@@ -205,8 +207,8 @@ def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
 
 
 def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dict[int, int]:
-    """For each turn in ``asked``, find the earlier turn whose conversation it continues; turns without one are left
-    out.
+    """For each turn in ``asked``, find the earlier turn whose conversation it continues; leave out turns that continue
+    none.
 
     The prompt of this earlier turn is a prefix of the asked turn's prompt: the longest one, and of equal ones the
     newest. Both prompts must end with the same header, which a template puts before an answer; the prefix excludes it.
@@ -235,12 +237,12 @@ def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
 
 
 def branch_ends(parents: Sequence[int]) -> set[int]:
-    """Return the positions that are the parent of no other position: the last one of each branch."""
+    """Return the position of the last turn of each branch, which is the parent of no other turn."""
     return set(range(len(parents))) - set(parents)
 
 
 def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
-    """Return a share for each part of an episode: the parts, weighted by their shares, add up to the mean of all
+    """Return a share for each part of an episode, such that the sum of all parts times their shares is the mean of all
     branches.
 
     A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
@@ -283,8 +285,8 @@ def returns(
 
 
 def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple[int, bool]:
-    """Return a turn's nearest ancestor in ``among``, and True if the turn extends it; ``(ROOT, False)`` without an
-    ancestor.
+    """Return a turn's nearest ancestor in ``among``, and True if the turn extends this ancestor; ``(ROOT, False)`` if
+    ``among`` contains no ancestor.
 
     The turn extends an ancestor if its prompt begins with all tokens of the ancestor.
     """

@@ -93,7 +93,7 @@ class Funnel:
                 self._counts[f"rejected/{status.reason}"] += 1
 
     def on_interaction_statuses(self, statuses: Iterable[InteractionStatus]) -> None:
-        """Count statuses of interactions; count those of refused interactions by reason."""
+        """Count statuses of interactions; the statuses of refused interactions are counted by reason."""
         for status in statuses:
             refused = status.status == "rejected"
             DECIDED.labels(

@@ -133,7 +133,8 @@ class EpisodeOutcome(Generic[T]):
 def without_objectors(
     outcome: EpisodeOutcome[Trajectory], objects: Callable[[str], bool], reason: str
 ) -> EpisodeOutcome[Trajectory]:
-    """Return the outcome without the trajectories of users who opted out of training: their turns are refused.
+    """Return ``outcome`` without the trajectories of users who opted out of training; the turns of these trajectories
+    are refused.
 
     Feedback on the refused turns counts by credit, as for other refused turns: it moves to the last trajectory left.
     ``objects`` returns True for a user (HMAC) who opted out, ``reason`` is the reason of the refusals.
@@ -198,8 +199,8 @@ class ServedEpisode:
         self.turns.sort(key=lambda one: (one.interaction.started, one.interaction.id))
 
     def complete(self, seq: int, interaction: Interaction) -> bool:
-        """Replace a turn's answer, recorded when its client disconnected, by the complete answer; return False without
-        such a turn."""
+        """Replace an answer that was recorded when its client disconnected by the complete answer; return False if the
+        episode has no such answer."""
         for turn in self.turns:
             if turn.interaction.id == interaction.id and turn.interaction.finish == DISCONNECTED != interaction.finish:
                 turn.seq, turn.interaction, turn.refusal = seq, interaction, None
@@ -237,7 +238,8 @@ class ServedEpisode:
         return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
 
     def _outcome_before_late_facts(self, job: OnlineJob, now: float) -> EpisodeOutcome[Trajectory] | None:
-        """Return the outcome of an episode that ended without a trajectory before a late fact arrived, or None."""
+        """Return the outcome that the episode already had when its first late fact arrived, if it had ended without a
+        trajectory; else None."""
         if now - self.started < min(job.online.idle_ttl_s, job.online.max_age_s):
             return None
         late = first_late_time(self.turns, self.items, job)
@@ -320,8 +322,8 @@ class ServedEpisode:
         ]
 
     def _target(self, feedback: Feedback, job: OnlineJob) -> int:
-        """Return the position of the turn to which feedback on the episode goes: the one that it numbers, or else the
-        last."""
+        """Return the position of the turn that feedback on the episode judges: the turn that the feedback gives by
+        number, or else the last turn."""
         is_numbered = 0 <= feedback.turn < len(self.turns) and not _is_of_whole(feedback, job)
         return feedback.turn if is_numbered else len(self.turns) - 1
 
@@ -422,7 +424,7 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
 
 
 def _unfinished(decision: Decision) -> Decision:
-    """Adapt the decision on a turn, because no client ended the turn's episode.
+    """Adapt the decision on a turn of an episode that no client has ended.
 
     A turn for the policy loss is masked, a turn for imitation is rejected.
     """
@@ -434,7 +436,8 @@ def _unfinished(decision: Decision) -> Decision:
 
 
 def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
-    """Return the decision on a turn; a turn that imitation would train is rejected if its return is too low."""
+    """Reject a turn that imitation would train if the turn's return ``value`` is too low; return any other decision
+    unchanged."""
     off_policy = job.online.off_policy
     if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
         return decision
@@ -468,7 +471,8 @@ class PostedEpisode:
         return is_over
 
     def late_turns(self, job: OnlineJob) -> dict[str, str]:
-        """Return the turns that arrived after the episode's end or above the maximum number, each with its reason.
+        """Return the turns that arrived after the end of the episode, or that exceed the maximum number of turns, each
+        with the reason.
 
         The result depends only on the stream, so a leader that reads all turns at once gets the same result. Items of
         one message arrived together. A revised turn arrived with its first revision.

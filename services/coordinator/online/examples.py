@@ -100,7 +100,7 @@ class OffPolicyExample:
 
     @property
     def owners(self) -> Owners:
-        """Owners whose share of a batch the example counts towards."""
+        """API keys and users whose shares of a batch include this example."""
         judge = self.item.feedback.key_id
         return Owners((judge,), self.askers or (judge,), tuple(sorted(set(self.users))))
 
@@ -179,7 +179,7 @@ class KeyQuota:
         """Total bytes of all counted examples."""
 
     def add(self, key_id: str, name: str, nbytes: int) -> None:
-        """Count an example."""
+        """Count an example of ``nbytes`` bytes for the API key ``key_id``."""
         self.remove(name)
         self._keys.setdefault(key_id, {})[name] = nbytes
         self._keys_of[name] = key_id
@@ -187,7 +187,7 @@ class KeyQuota:
         self.nbytes += nbytes
 
     def remove(self, name: str) -> None:
-        """Stop counting an example, if it is counted."""
+        """Stop counting the example ``name``; do nothing if it is not counted."""
         key_id = self._keys_of.pop(name, None)
         if key_id is None:
             return
@@ -198,7 +198,7 @@ class KeyQuota:
             del self._keys[key_id], self._nbytes[key_id]
 
     def move(self, name: str) -> None:
-        """Make an example the newest one of its key."""
+        """Make an example the newest of its API key, so that it is the last to be rejected for the quota."""
         items = self._keys[self._keys_of[name]]
         items[name] = items.pop(name)
 

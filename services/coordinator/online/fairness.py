@@ -138,7 +138,8 @@ def owners_of(admission: Admission) -> Owners:
 
 
 def share_limits(online: OnlineConfig) -> tuple[float, float, float]:
-    """Return the shares of a batch that one owner of each kind may have, in the order of ``Owners``."""
+    """Return the largest share of a batch that one owner may have, for each kind of owner in the order of
+    ``Owners``."""
     return online.max_share_per_key, online.max_share_per_asker, online.max_share_per_user
 
 
@@ -171,7 +172,7 @@ class OwnerShares:
         return True
 
     def block(self, trajectories: Sequence[Owners]) -> None:
-        """Refuse all later trajectories of each owner whose share ``trajectories`` would exceed."""
+        """From now on, refuse all trajectories of each owner whose share ``trajectories`` would exceed."""
         for place, (most, taken) in enumerate(self._bounds):
             new = Counter(name for owners in trajectories for name in owners[place])
             taken.update({name: math.ceil(most) for name, count in new.items() if taken[name] + count > most})
@@ -211,13 +212,14 @@ def has_several_owners(online: OnlineConfig, batch: Sequence[Owners]) -> bool:
 
 
 def auxiliary_per_batch(job: OnlineJob) -> int:
-    """Return the largest number of groups of one update that serve other losses than the policy loss."""
+    """Return the largest number of groups of one update that train auxiliary losses (all losses but the policy
+    loss)."""
     off_policy = job.online.off_policy
     return max(1, int(off_policy.max_share * job.groups_per_batch)) if off_policy is not None else 0
 
 
 def max_auxiliary_in_flight(job: OnlineJob) -> int:
-    """Return the largest number of draws in flight that serve other losses than the policy loss."""
+    """Return the largest number of draws in flight for auxiliary losses (all losses but the policy loss)."""
     return (job.train.max_lag + 1) * auxiliary_per_batch(job)
 
 

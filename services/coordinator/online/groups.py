@@ -124,7 +124,7 @@ def example_group(
     assumed: bool = False,
     temperature: float = 1.0,
 ) -> Group:
-    """Build the group of answers that were not sampled for this draw: one answer, or the better and the worse of two.
+    """Build the group of answers that were not sampled for this draw: one answer, or a better and a worse answer.
 
     Args:
         logprobs: log-probs of a single answer; None: zeros, because the loss needs none or they are ``assumed``.
@@ -155,7 +155,8 @@ def example_group(
 def turn_of(
     item: Feedback, read: ReadReply, logprobs: Sequence[float], *, version: int, temperature: float
 ) -> Interaction:
-    """Return a posted answer as the interaction that the gateway would have recorded; ``read`` has its tokens."""
+    """Convert a posted answer to the interaction that the gateway would have recorded; ``read`` has the answer's
+    tokens."""
     return Interaction(
         id=item.id, request=item.id, index=0, job=item.job, episode=item.episode, key_id=item.key_id, user=item.user,
         split="train", untrainable="", prompt_ids=read.prompt_ids, token_ids=read.token_ids, logprobs=list(logprobs),

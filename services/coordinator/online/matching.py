@@ -130,7 +130,7 @@ class Matching:
     # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Return, for each stream, the sequence below which all is decided; ``without`` counts as decided."""
+        """Return, per stream, the sequence below which all is decided; names in ``without`` count as decided."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
         interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
@@ -392,7 +392,7 @@ class Matching:
     def _attach_unmatched(
         self, target: str, key: str, holder: dict[str, FeedbackItem], interaction: Interaction
     ) -> list[FeedbackStatus]:
-        """Attach the feedback that waited for ``target``; an item expires if its wait ended before the target came."""
+        """Attach the feedback that waited for ``target``; expire items whose wait ended before the target came."""
         statuses: list[FeedbackStatus] = []
         for item in self.unmatched.pop(target).values():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
@@ -523,7 +523,7 @@ class Matching:
     def _close_feedback(
         self, name: str, status: StatusName, reason: str, now: float, seq: int = 0
     ) -> list[FeedbackStatus]:
-        """Give an item of feedback that was not admitted its final status; pass ``seq`` if the item was never held."""
+        """Set the final status of feedback that was not admitted; pass ``seq`` if the item was never held."""
         self._end_feedback(name, status, seq)
         return [feedback_status(name, status, reason, now)]
 

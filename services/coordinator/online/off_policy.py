@@ -75,7 +75,8 @@ class ClosedEpisodes:
                 self._digests.popitem(last=False)
 
     def drain(self) -> list[bytes]:
-        """Return the digests of episodes that the ledger does not record yet, and clear the list of them."""
+        """Return the digests of closed episodes that the ledger does not record yet; later calls do not return them
+        again."""
         found, self._unrecorded = self._unrecorded, []
         return found
 
@@ -147,7 +148,7 @@ class OffPolicyExamples:
         return f"{name}_is_no_reward" if name in unused else ""
 
     def add(self, seq: int, item: Feedback) -> FeedbackItem:
-        """Add an example, and return the item as it is kept: without the fields that only training needs."""
+        """Add an example. Return its item in the form that is kept: without the fields that only training needs."""
         kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body} or EMPTY_BODY
         if item.kind == "interaction":
             self._facts[item.id] = facts_of(item)
@@ -181,7 +182,7 @@ class OffPolicyExamples:
             self._clear_ready(key)
 
     def missing_records(self, item: Feedback) -> list[str]:
-        """Return the interactions that an example refers to and whose record is missing."""
+        """Return the ids of the interactions that an example refers to and whose records are missing."""
         return [name for name in targets_of(item) if name not in self.records]
 
     def on_interaction(self, name: str, seq: int, interaction: Interaction) -> list[str]:
@@ -234,7 +235,7 @@ class OffPolicyExamples:
             self.closed.restore([episode_digest(admission.origin[0])])
 
     def _remove_turn(self, name: str) -> None:
-        """Remove an item from the turns of its posted episode, if it is a turn of one."""
+        """Remove an item from the turns of its posted episode; do nothing if it belongs to no episode."""
         key = self._episode_keys.pop(name, "")
         if key:
             del self._episodes[key].turns[name]
@@ -291,7 +292,7 @@ class OffPolicyExamples:
         return refused
 
     def _changed_without_facts(self, policy: PolicyState, now: float, opted_out: Callable[[str], bool]) -> set[str]:
-        """Return the further examples that a sweep of all examples settles, besides those that its caller names.
+        """Return the examples that a sweep settles in addition to those that its caller names.
 
         They are the examples in ``_changed_items``, the examples or turns of users who object now, and one turn of each
         overdue episode. After a change of the policy, each call also returns up to ``MAX_RECHECKS`` posted examples.
@@ -423,7 +424,8 @@ class OffPolicyExamples:
 
     @property
     def lowest_seq(self) -> int:
-        """Lowest sequence number of an interaction that an undecided example refers to; ``MAX_SEQ`` if none does."""
+        """Lowest sequence number of an interaction to which an undecided example refers, or ``MAX_SEQ`` without such an
+        example."""
         return min((record.seq for record in self.records.values()), default=MAX_SEQ)
 
     def discard_unused_records(self) -> None:

@@ -194,7 +194,7 @@ MAX_JUDGED = 100_000
 
 
 class Quarantine:
-    """Held items of one job; without `online.quarantine` it holds nothing."""
+    """Feedback of one job that is held in quarantine; empty if the job has no `online.quarantine`."""
 
     def __init__(self, job: OnlineJob, pass_on: PassOn) -> None:
         self._job, self._pass_on = job, pass_on
@@ -240,7 +240,7 @@ class Quarantine:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     def learn(self, item: Feedback) -> None:
-        """Learn the values of an item that an earlier leader decided."""
+        """Learn the value of an item on which an earlier leader decided, for the statistics of its source."""
         if self._config is not None:
             self._judge(item)
 
@@ -287,7 +287,8 @@ class Quarantine:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def draft(self, draft: Draft) -> None:
-        """Add to ``draft`` the held items that the ledger does not record yet; call before other data is admitted."""
+        """Add to ``draft`` the held items that the ledger does not record yet; call this before other data is
+        admitted."""
         known = draft.state.quarantined
         new = {name: item.seq for name, item in self._held.items() if known.get(name) != item.seq}
         if new:
@@ -362,7 +363,8 @@ class Quarantine:
             self._outliers.learn(item.key_id, item.metric, item.value)
 
     def _reject(self, name: str, reason: str, now: float) -> FeedbackStatus:
-        """Reject a held item; return its status. The leader ignores later copies of it, but judges later revisions."""
+        """Reject a held item; return its status. The leader ignores later copies of this revision, but judges later
+        revisions."""
         self._rejected[name] = self._held.pop(name).feedback.received
         if len(self._rejected) > MAX_JUDGED:
             self._rejected.popitem(last=False)

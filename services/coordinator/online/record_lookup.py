@@ -58,7 +58,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class InteractionReader:
-    """Reads interactions that the leader no longer has in memory from the stream INTERACTIONS.
+    """Reads, from the stream INTERACTIONS, interactions that the leader no longer has in memory.
 
     Args:
         retry: returns the leader's ``Retry``, which repeats requests and reports the wait while the bus is unavailable.
@@ -71,7 +71,7 @@ class InteractionReader:
         request."""
 
     async def by_seq(self, seqs: Iterable[int]) -> dict[int, Interaction]:
-        """Return the interactions at the sequences ``seqs`` of INTERACTIONS, as far as they still exist."""
+        """Return, by sequence, the interactions at ``seqs`` in INTERACTIONS that still exist."""
         get = partial(self._bus.get_whole, subjects.INTERACTIONS, sorted(seqs))
         found = await self._retry().until_taken(LOOKUP, subjects.interactions(self._job), get)
         return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
@@ -139,7 +139,7 @@ class DecidedIds(NamedTuple):
 
 
 def ids_in(items: Iterable[Feedback]) -> set[str]:
-    """Return the ids to look up in order to know which of ``items`` are decided: ids of the items and of their
+    """Return the ids to look up in order to know which of ``items`` are decided: the ids of the items and of their
     targets."""
     return {
         name
@@ -181,7 +181,8 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
 
 
 class RestoredCopies:
-    """Removes items that are already decided from the copies of messages that a user's deletion stored.
+    """A user's deletion stores copies of messages; this class removes the items that are already decided from such
+    copies.
 
     Items that the leader has read itself stay: it knows whether they are decided.
     """
@@ -206,7 +207,7 @@ class RestoredCopies:
         return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
 
     async def _check(self, message: Message) -> None:
-        """Look up at once the decided items in ``message`` and in all later copies, because a deletion leaves many
+        """Look up the decided items in ``message`` and in all later copies at once, because a deletion stores many
         copies."""
         places = await _copy_seqs(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
@@ -218,14 +219,16 @@ class RestoredCopies:
 
 
 async def find_restored_copies(bus: Bus, job: str, name: str, seq: int) -> list[Feedback]:
-    """Return the copies of the item ``name``, whose original message at ``seq`` a deletion has replaced."""
+    """Return the copies of the item ``name`` that a user's deletion stored when it deleted the item's message at
+    ``seq``."""
     places = await _copy_seqs(bus, job, seq + 1, was=seq)
     copies = await bus.get_whole(subjects.FEEDBACK, places)
     return [item for message in copies.values() for item in _items_of(message) if item.id == name]
 
 
 async def _copy_seqs(bus: Bus, job: str, start_seq: int, *, was: int | None = None) -> list[int]:
-    """Return the sequences of messages from ``start_seq`` on that users' deletions stored as copies of other messages.
+    """Return the sequences, from ``start_seq`` on, of the messages that users' deletions stored as copies of other
+    messages.
 
     ``was``: return only copies of the message that had this sequence; None: return all copies.
     """

@@ -62,7 +62,7 @@ def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
 
 
 def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
-    """Return the name that an answer shares with the answers it is compared with, or '' if the job compares no
+    """Return the name of the set of answers to one task that are compared with each other; '' if the job compares no
     answers."""
     config = tracked_by(job)
     if config is None or not config.siblings:
@@ -72,7 +72,7 @@ def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
 
 
 def origin_of(interaction: Interaction) -> list[str]:
-    """Return ``[episode, request]`` of an interaction: answers to different requests of one episode are not
+    """Return ``[episode, request]`` of an interaction. Answers to different requests of one episode are not
     compared."""
     return [episode_key(interaction), interaction.request]
 
@@ -120,7 +120,8 @@ def baselines_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> 
 
 
 def flaws_of_baselines(job: OnlineJob, state: LedgerState, batch: BatchSealed) -> list[str]:
-    """Return a flaw if a batch's baselines do not follow from ``state``, the ledger before the batch; else []."""
+    """Return a list with one flaw if a batch's baselines do not follow from ``state``, the ledger before the batch;
+    else []."""
     baselines, tracking = baselines_of(job, state, [group.draw for group in batch.groups])
     sealed = {group.draw: group.baseline for group in batch.groups if group.baseline is not None}
     same = sealed == baselines and batch.tracking == tracking
@@ -152,7 +153,8 @@ class FreeSlots:
         return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
     def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
-        """Return True if ``policy`` and ``auxiliary`` further draws fit into the free slots.
+        """Return True if there are free slots for ``policy`` further draws of the policy loss and ``auxiliary`` of
+        other losses.
 
         More draws of a kind than the job's limit fit only while no draw of that kind is in flight.
         """
@@ -161,7 +163,7 @@ class FreeSlots:
         return fits and policy + auxiliary <= self.groups
 
     def take(self, policy: int, auxiliary: int) -> None:
-        """Occupy slots with ``policy`` and ``auxiliary`` draws."""
+        """Occupy slots: ``policy`` of them for the policy loss, ``auxiliary`` for auxiliary losses."""
         self.policy -= policy
         self.auxiliary -= auxiliary
         self.groups -= policy + auxiliary
@@ -193,7 +195,7 @@ class LiveSource:
         return bool(self.erased)
 
     def refusal(self, draw: Draw) -> str:
-        """Return the reason why an open draw must not be trained (its data was deleted), or '' if it may be."""
+        """Return the reason why an open draw must not be trained (its data was deleted), or '' if it may be trained."""
         return ERASED if draw.ordinal in self.erased else ""
 
     def draw(self, draft: Draft) -> None:

@@ -116,7 +116,8 @@ def interaction_statuses(events: Sequence[Event], state: LedgerState) -> list[In
 
 
 class _DrawEnd(NamedTuple):
-    """Status that an event gives to the draws with these ``ordinals``, and thus to their feedback and interactions."""
+    """Status that a ledger event gives to the draws ``ordinals``, and thus to the feedback and interactions of these
+    draws."""
 
     ordinals: Sequence[int]
     status: Literal["admitted", "rejected", "trained"]
@@ -199,8 +200,8 @@ def _status_name(status: str) -> StatusName:
 
 
 def quarantine_rejections(state: LedgerState) -> dict[str, float]:
-    """Return, for each item that the quarantine rejected, the time of the rejection; the item may have been revised
-    since."""
+    """Return, for each item that the quarantine rejected, the time of the rejection. A sender may have revised the item
+    later."""
     found = [one for block in state.decided for one in block.feedback if is_quarantine_rejection(one)]
     return {name: one.time for one in sorted(found, key=lambda one: one.time) for name in one.ids.unpack()}
 
@@ -225,8 +226,8 @@ class UnrecordedDecisions:
         return item in self._feedback
 
     def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
-        """Collect the final ``statuses``; return the newest status of each item, or None where the newest one is
-        final."""
+        """Collect the final statuses in ``statuses``. Return the newest status of each item, or None if it was
+        collected."""
         others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
             if status.revision:
@@ -247,7 +248,8 @@ class UnrecordedDecisions:
         self._episodes += digests
 
     def drain_statuses(self) -> tuple[list[FeedbackStatus], list[InteractionStatus]]:
-        """Return the statuses of feedback and of interactions, and clear the collection, closed episodes included."""
+        """Return the collected statuses of feedback and of interactions; clear the whole collection, including closed
+        episodes."""
         found = [*self._feedback.values(), *self._late], list(self._interactions.values())
         self._feedback, self._late, self._interactions, self._episodes = {}, [], {}, []
         return found
@@ -284,8 +286,8 @@ def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
 
 
 def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
-    """Split the reason of a retraction into ``(kind, id of the other item)``; return ``(reason, '')`` for other
-    statuses.
+    """Split the reason of a retraction into ``(kind, id of the other item)``. For other statuses return ``(reason,
+    '')``.
 
     A retraction is split only if both ids are canonical UUIDs, because ``PackedIds`` keeps only such ids in order.
     """
@@ -303,8 +305,8 @@ def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInt
 
 
 class DecidedNames(dict[str, str]):
-    """Maps decided names (ids of interactions, episodes or items) to reasons. Drops the oldest names that are not
-    pinned.
+    """Maps decided names (ids of interactions, episodes or items) to reasons. Pinned names stay; of the others, the
+    oldest are dropped.
 
     A dict subclass for speed: a new leader may look up a million waiting items several times each.
     """
@@ -345,7 +347,8 @@ class DecidedNames(dict[str, str]):
 
 
 class FinalStatuses:
-    """Final statuses of feedback, interactions and episodes: all that the ledger records, and the newest of the others.
+    """Final statuses of feedback, interactions and episodes: all statuses in the ledger, and the newest statuses that
+    are not.
 
     Attributes:
         targets: reason for which each interaction or episode was decided.
@@ -376,7 +379,7 @@ class FinalStatuses:
             self.feedback.pin([name], _final_status(ADMITTED, seq))
 
     def on_admitted(self, admissions: Iterable[Admission]) -> None:
-        """Record admissions that the ledger now holds."""
+        """Record the final statuses of admitted items, once the ledger has recorded ``admissions``."""
         for admission in admissions:
             self.targets.add_all(dict.fromkeys(admission.interactions, CONSUMED))
             for name, seq in admission.feedback.items():
@@ -387,8 +390,8 @@ class FinalStatuses:
         self.feedback[name] = _final_status(how, seq)
 
     def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Return the status of a revision that arrived after its item's final status, or [] if a known message is read
-        again."""
+        """Return the status of a revision that arrived after its item's final status; [] if the leader has read this
+        message before."""
         counted = int(self.feedback[item.id].rpartition(" ")[2])
         if not item.revision or (item.seq or seq) <= counted:
             return []

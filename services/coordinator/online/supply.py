@@ -212,7 +212,7 @@ class LiveSupply:
                 await post(fact)
 
     async def _take_message(self, subject: str, message: Message) -> None:
-        """Process one message. Skip an unreadable one, which becomes a dead letter."""
+        """Process one message. Skip an unreadable message, which becomes a dead letter."""
         self._next[subject] = max(self._next[subject], message.seq + 1)
         now, stream = bus_time(), self._stream(subject)
         try:
@@ -274,7 +274,7 @@ class LiveSupply:
         return found
 
     async def requeue(self, dead_letter: LiveDeadLetter) -> int:
-        """Store a message that was unreadable in its stream again; return how many of its interactions or items are
+        """Store the message of a dead letter in its stream again; return how many of its interactions or items are
         new."""
         return await requeue_dead_letter(
             self.bus, self.job, dead_letter, self.matching, self.quarantine, archive=self._archive
@@ -367,7 +367,7 @@ class LiveSupply:
         await self._feed.notify(*self._unrecorded.drain_statuses())
 
     async def _free_stream_space(self) -> None:
-        """Purge messages that no reader needs from streams that fill up, and reject items that hold back the purge."""
+        """Purge unneeded messages from streams that fill up; reject old feedback whose message prevents the purge."""
         await self._feed.catch_up()
         if self._unrecorded:
             self._wants_purge = True
@@ -454,8 +454,8 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return ``settings``, the temperature that the ledger has for a draw; if it is None, return the one of the job
-        file."""
+        """Return ``settings``, the temperature that the ledger has for a draw, or the job file's temperature if it is
+        None."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:

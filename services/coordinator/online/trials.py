@@ -79,7 +79,8 @@ class TrialSamples:
         """Samples by the first interaction of their episode; new feedback replaces a sample until it is recorded."""
 
     def update(self, first: str, sample: TrialSample | None) -> None:
-        """Set the sample of an episode by its ``first`` interaction; None removes it."""
+        """Store the sample of the episode that begins with the interaction ``first``; None removes the episode's
+        sample."""
         if sample is None:
             self._samples.pop(first, None)
             return

@@ -83,7 +83,7 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """Dictionary that holds an undecided item: the feedback on one turn of the episode ``key``, or on the whole
+    """The dictionary that contains an undecided item: the feedback on one turn of the episode ``key``, or on the whole
     episode."""
 
     key: str
@@ -92,7 +92,7 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Turn:
-    """One interaction, the sequence of its message, and the feedback on it by id.
+    """One interaction, the sequence of its message, and the feedback on the interaction, by id.
 
     ``refusal`` is the reason why the turn is never trained, or ''; None until it is computed.
     """
@@ -118,14 +118,14 @@ class PostedTurn:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key: turns with a number first, then turns without one by arrival."""
+        """Sort key: turns with a number first, then turns without a number in the order of arrival."""
         feedback = self.item.feedback
         return feedback.turn if feedback.turn >= 0 else UNNUMBERED, feedback.received, self.item.seq
 
 
 def tokens_of(item: Feedback, job: OnlineJob) -> TurnTokens:
-    """Return the tokens by which a posted interaction finds its place in the episode's tree; none if no place is
-    needed.
+    """Return the tokens that determine the place of a posted interaction in its episode's tree, or no tokens if it
+    needs no place.
 
     No place is needed for posts of text and of keys that the job does not train on. Their tokens would only take
     memory until the episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained
@@ -152,7 +152,7 @@ class Arrivals:
     newest: float = -math.inf
 
     def add(self, turn: Feedback) -> None:
-        """Add a turn."""
+        """Record the arrival of a turn."""
         self.numbers.add(turn.turn)
         while self.next_number in self.numbers:
             self.next_number += 1
@@ -161,7 +161,7 @@ class Arrivals:
         self.first, self.newest = min(self.first, turn.received), max(self.newest, turn.received)
 
     def is_over(self, job: OnlineJob, now: float) -> bool:
-        """Return True if the final turn and all before it have arrived, or if the episode has timed out."""
+        """Return True if the final turn and all turns before it have arrived, or if the episode has timed out."""
         if self.last is not None and self.next_number >= self.last:
             return True
         return is_out_of_time(job, first=self.first, newest=self.newest, now=now)
@@ -218,7 +218,7 @@ class Trajectory:
 
     @cached_property
     def owners(self) -> Owners:
-        """Owners whose share of a batch the trajectory counts towards."""
+        """API keys and users whose shares of a batch include this trajectory."""
         return owners_of_turns(self.turns, self.judges)
 
 
@@ -235,7 +235,7 @@ def is_out_of_time(job: OnlineJob, *, first: float, newest: float, now: float) -
 
 
 def first_late_time(turns: Sequence[Turn], items: Mapping[str, FeedbackItem], job: OnlineJob) -> float | None:
-    """Return the arrival time of the first turn or item that came after the episode's time had run out, or None.
+    """Return the arrival time of the first turn or item that arrived after the episode had timed out, or None.
 
     A turn arrives when its answer ends; a revised item arrived with its first revision.
 

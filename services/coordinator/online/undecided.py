@@ -99,8 +99,7 @@ class LazyHeap(Generic[N]):
                 yield entry[1]
 
     def _lower(self) -> list[tuple[float, N]]:
-        """Return the heap that has the lower first entry of the two heaps; return an empty heap only if both are
-        empty."""
+        """Return the one of the two heaps whose first entry is lower; return an empty heap only if both are empty."""
         if not self._unclean or (self._heap and self._heap[0] <= self._unclean[0]):
             return self._heap
         return self._unclean
@@ -245,7 +244,8 @@ class PendingRetractions:
         return None if found is None else int(found)
 
     def put(self, name: str, seq: int, retraction: Feedback) -> str:
-        """Hold a retraction of item ``name``; return the id of the retraction evicted for it, or ''."""
+        """Hold a retraction of item ``name``. If that makes too many, drop the oldest and return its id; otherwise
+        return ''."""
         self.waiting[name] = (seq, retraction)
         self._seqs.put(seq, name)
         self._times.put(retraction.received, name)

@@ -76,7 +76,7 @@ def _chunks(decisions: Sequence[Sequence[Admission]]) -> Iterator[list[Sequence[
 
 
 async def _episode_seqs(bus: Bus, job: str) -> dict[str, list[int]]:
-    """Return the sequence numbers of all records of the job's interactions, by name of the episode."""
+    """Return, by name of each episode, the sequence numbers of all records of its interactions."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for message in await bus.read(subjects.INTERACTIONS, subjects.interactions(job), headers_only=True):
         found[canonical_id(message.headers.get(EPISODE_HEADER, ""))].append(message.seq)
@@ -159,7 +159,7 @@ def _names_turns_by_number(items: Mapping[str, FeedbackItem]) -> bool:
 
 
 def _may_lack(group: Sequence[Admission], stored: StoredFacts, job: OnlineJob) -> bool:
-    """Return True if the episode may have had turns whose records the stream no longer contains."""
+    """Return True if the episode may have had turns whose records were purged from INTERACTIONS."""
     first = stored.records[next(iter(group[0].interactions.values()))]
     return stored.oldest > 1 and not _is_single(first, job)
 
@@ -167,7 +167,7 @@ def _may_lack(group: Sequence[Admission], stored: StoredFacts, job: OnlineJob) -
 def _has_branches(
     group: Sequence[Admission], items: Mapping[str, FeedbackItem], stored: StoredFacts, job: OnlineJob
 ) -> bool:
-    """Return True if a turn of the episode does not extend the one before it."""
+    """Return True if some turn of the episode does not extend the turn before it."""
     trees = (_served_episode(seqs, items, stored, job).tree for seqs in _possible_turns(group, items, stored))
     return any(tree.parents != tuple(range(-1, len(tree.parents) - 1)) for tree in trees)
 
@@ -177,7 +177,7 @@ def _stored_episode_key(record: Interaction, job: OnlineJob) -> str:
 
 
 def _is_single(record: Interaction, job: OnlineJob) -> bool:
-    """Return True if the interaction was decided without the rest of an episode."""
+    """Return True if the leader decided on the interaction alone, not as a turn of an episode."""
     return record.alone or record.index > 0 or not job.online.has_credit
 
 

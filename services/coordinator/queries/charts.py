@@ -62,7 +62,8 @@ class Charts:
         return await asyncio.to_thread(lambda: metric_names(_rows(messages)))
 
     async def held_out(self, job: str) -> dict[str, Any] | None:
-        """Return the newest evaluation of an embodied job; None: there is none yet, or the job is of another kind."""
+        """Return the newest evaluation of an embodied job; None if there is none yet, or if the job is of another
+        kind."""
         if (await self._store.get(job)).spec.get("kind") != "embodied":
             return None
         messages = await self._metrics(job)
@@ -176,8 +177,8 @@ def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | No
 
 
 def _largest(x_N: NDArray[np.float64], y_CN: NDArray[np.float64], last: int, here: slice, after: slice) -> int:
-    """Return the index within ``here`` of the step whose triangle with the step ``last`` and the mean of the steps in
-    ``after`` is largest, summed over all curves."""
+    """Return the index within ``here`` of the step with the largest triangle, in the sum over all curves. Its other
+    corners are the step ``last`` and the mean of the steps in ``after``."""
     later_C = _means(y_CN[:, after])
     base, later = x_N[last], x_N[after].mean()
     area_CK = np.abs(

@@ -54,7 +54,8 @@ class Health:
 
 
 class WriteProbe:
-    """Probe that writes a self-expiring entry for ``worker``, and queries the server's monitor about all streams."""
+    """Tests if the bus can store data: writes an entry that expires, and asks the server's monitor about all
+    streams."""
 
     def __init__(self, bus: Bus, worker: str, monitor_url: str | None = None) -> None:
         self._kv, self._key = bus.kv(subjects.ANSWERS), f"ready.{worker.encode().hex()}"
@@ -63,8 +64,8 @@ class WriteProbe:
         self._asking = asyncio.Lock()
 
     async def flaw(self, deadline_s: float) -> str:
-        """Return the flaw of the storage: the report of the server's monitor, or the error of a write that failed
-        within ``deadline_s``; '' for none."""
+        """Return the error that the server's monitor reports or that the test write raised within ``deadline_s``; '' if
+        there is none."""
         async with self._asking:
             if time.monotonic() >= self._until:
                 said, refused = await asyncio.gather(

@@ -54,8 +54,8 @@ def _service(path: Path) -> str:
 
 
 def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int]:
-    """Return complete lines of a file, and the position after the last of them: the lines from byte ``place`` on, or if
-    ``fresh`` the lines at the end of the file."""
+    """Return the complete lines of a file from byte ``place`` on (if ``fresh``, the lines at its end), and the position
+    after the last of them."""
     size = path.stat().st_size
     start = place if place is not None and place <= size else 0
     if fresh:

@@ -128,7 +128,7 @@ class Answer:
             choice.spans.append(Span(chunk.version, start, end, chunk.weights))
 
     def finish_from(self, index: int, record: Interaction) -> None:
-        """Complete a choice from its record after the worker's last chunks were lost."""
+        """Complete a choice from its stored record, because the worker's last chunks were lost."""
         choice, n = self._choices[index], self.request.n
         start = len(choice.token_ids)
         if not self.prompt_ids:
@@ -144,7 +144,7 @@ class Answer:
         )  # fmt: skip
 
     def progress(self) -> dict[int, Begun]:
-        """Return the received parts of the unfinished choices, by index; leave out choices without tokens."""
+        """Return, by index, the tokens received so far of each unfinished choice; leave out choices without tokens."""
         return {
             index: Begun(token_ids=choice.token_ids, logprobs=choice.logprobs, spans=choice.spans)
             for index in self.unfinished

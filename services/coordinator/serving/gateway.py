@@ -166,7 +166,8 @@ class Gateway:
             return None
 
     async def remember(self, answer: Answer, message: dict[str, object]) -> None:
-        """Store the message that a client received, so that a chat that continues it belongs to the same episode."""
+        """Store the message that a client received, so that a chat that continues this message belongs to the same
+        episode."""
         if answer.conversation:
             request = answer.request
             await self._threads.remember(answer.conversation, request.messages, message, request.episode)
@@ -260,7 +261,7 @@ class Gateway:
             await asyncio.sleep(RETRY_S)
 
     def accepted(self, answer: Answer, reply: InferenceReply) -> None:
-        """Record that a worker writes the answer, or another gateway that acts as the worker."""
+        """Record in the answer which worker writes it. The worker may be another gateway, which relays the answer."""
         self._heard[reply.worker] = asyncio.get_running_loop().time()
         answer.accepted(reply)
 
@@ -332,8 +333,8 @@ class Gateway:
             self._fail(answer, kind(failure.text))
 
     def _compare(self, worker: str, in_hand: set[str]) -> None:
-        """Compare the requests that a worker reports with those that it should have: cancel the unknown ones, and
-        recover the missing ones."""
+        """Compare the requests that a worker reports with those that it should serve: cancel unknown requests, and
+        recover the answers of missing ones."""
         for unknown in in_hand - self._answers.keys():
             self._send_cancel(worker, Cancel(request=unknown, gone=False))
         for answer in list(self._answers.values()):
@@ -395,8 +396,8 @@ def _tags(record: EpisodeRecord | None) -> dict[str, str]:
 
 
 def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], float]:
-    """Return ``(owner of the chat, age)``: the chat may continue answers up to this age in seconds. Return ((), 0) if
-    the request names an episode or is no chat.
+    """Return ``(owner of the chat, maximum age in seconds of an answer that the chat may continue)``; ((), 0) if the
+    request names an episode or is no chat.
 
     The age is 0 if the job does not credit such chats as episodes (see ``Served.found_episodes_s``). If the job does,
     the owner is empty for requests that are not recorded or that the job must not train on.

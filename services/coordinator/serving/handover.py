@@ -1,4 +1,4 @@
-"""Transfer of an answer to the coordinator that the client's retry has reached.
+"""Transfers an answer to the coordinator that received the client's retry.
 
 Each answer that a client may retry for is noted in the bucket `answers` under its key, where every replica finds it.
 The coordinator that holds the answer transfers it on request, and then acts towards the other coordinator as a worker
@@ -49,7 +49,8 @@ RETRY_S = 0.1
 
 
 class Notes:
-    """Notes in the bucket `answers`. Each names the gateway that holds the answer to a request that may be retried."""
+    """Notes in the bucket `answers`. Each note names the gateway that holds the answer to a request that may be
+    retried."""
 
     def __init__(self, bus: Bus, gateway: str) -> None:
         self._bus, self._gateway = bus, gateway
@@ -84,7 +85,8 @@ class Notes:
         task.add_done_callback(self._dropping.discard)
 
     async def find(self, key: str) -> list[tuple[Whereabouts, int]]:
-        """Return other gateways' notes of attempts with this key, each with its revision, oldest first."""
+        """Return the notes of other gateways about earlier attempts with this key, each with its revision, oldest
+        first."""
         try:
             async with asyncio.timeout(FIND_S):
                 await self._kv.put(self._mark, b"", deadline_s=FIND_S)  # earlier notes are stored once this is

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running job under the name of its model. ``version``: policy version that serves all conversations except those
-    of the canary version.
+    """A running job, which clients address by the name of its model. ``version``: policy version that serves all
+    conversations except those of the canary version.
 
     ``temperature`` applies to requests that name none, and with ``forced_sampling`` to all; ``generation`` is the
     generation of the job record that has these settings; ``created``: Unix seconds.
@@ -57,7 +57,7 @@ class Served:
     """Checkpoint that a deployment serves."""
 
     def at(self, version: int, canary: tuple[int, float] | None, promoted_at: int | None) -> Served:
-        """Return a copy that serves another version."""
+        """Return a copy with another served version, canary version and promotion time."""
         return replace(self, version=version, canary=canary, promoted_at=promoted_at)
 
 

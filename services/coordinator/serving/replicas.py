@@ -1,4 +1,4 @@
-"""Transfer of answers between the gateways of several coordinators, so that a retry may reach any of them."""
+"""Transfers answers between the gateways of several coordinators, so that a client's retry may reach any of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Holder(Protocol):
         ...
 
     def accepted(self, answer: Answer, reply: InferenceReply) -> None:
-        """Record that a worker writes the answer, or another gateway that acts as the worker."""
+        """Record in the answer which worker writes it. The worker may be another gateway, which relays the answer."""
         ...
 
     def recover(self, answer: Answer) -> None:
@@ -45,7 +45,7 @@ class Holder(Protocol):
         ...
 
     def give_up(self, answer: Answer) -> None:
-        """Mark the answer as abandoned by its client."""
+        """Cancel the answer at its worker, because its client is gone."""
         ...
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
@@ -62,7 +62,8 @@ class Replicas:
         """Answers of this gateway that other gateways read, by request."""
 
     async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """Take over the unread answer of an earlier attempt from another gateway, and return it; None if there is none.
+        """Take over the unread answer to an earlier attempt from another gateway, and return it; None if there is no
+        such answer.
 
         ``prepare`` returns a new answer to the same request, with ids of its own.
         """
@@ -86,7 +87,7 @@ class Replicas:
         return None
 
     async def _taken_back(self, key: str, note: Whereabouts, revision: int) -> Answer | None:
-        """Take back an answer that this gateway relays to another one, because the client now retries here."""
+        """Take back an answer that this gateway relays to another gateway, because the client has retried here."""
         relay, answer = self._relays[note.ids[0]]
         try:
             claimed = await self._notes.claim(key, note)
@@ -148,8 +149,8 @@ class Replicas:
         return answer.error is None
 
     async def _writer(self, request: str, gateway: str) -> str:
-        """Return the worker that still serves ``request``, or ''. Listens to the messages that workers send to
-        ``gateway``, which is gone."""
+        """Return the worker that still serves ``request``, or ''. Listens to the chunks that workers still send to the
+        lost ``gateway``."""
         heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def hear(subject: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Automatic retries of clients: the next attempt gets the answer that the client left unread."""
+"""Holds answers that clients left unread, so that a client's automatic retry gets the answer to its earlier attempt."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def key_of(job: str, key_id: str, episode: str, body_digest: str) -> str:
 
 
 class Retries:
-    """Unread answers of this gateway. ``give_up`` is called for an answer for which no retry came."""
+    """Unread answers of this gateway. Calls ``give_up`` for an answer if no retry came for it."""
 
     def __init__(self, give_up: Callable[[Answer], None]) -> None:
         self.kept: list[Answer] = []
@@ -36,17 +36,18 @@ class Retries:
         """Number of connected clients that retry automatically, by key."""
 
     def read(self, key: str) -> None:
-        """Count a client that waits for an answer."""
+        """Count one more client that waits for an answer to the request with this key."""
         self._reading[key] += 1
 
     def left(self, key: str) -> None:
-        """Count a client that no longer waits."""
+        """Count one client fewer that waits for an answer to the request with this key."""
         self._reading[key] -= 1
         if self._reading[key] <= 0:
             del self._reading[key]
 
     async def earlier(self, key: str, request: str = "") -> Answer | None:
-        """Return an unread answer with this key (to ``request``, if given) and count its new reader, or return None.
+        """Return an unread answer with this key (to the request ``request``, if given) and count its reader; None if
+        there is no such answer.
 
         An answer that is being read belongs to another client with the same body.
         """
@@ -70,7 +71,7 @@ class Retries:
             self._give_up(self.kept[0])
 
     def unkeep(self, answer: Answer) -> None:
-        """Stop keeping an answer that is read again or given up."""
+        """Stop keeping an answer: a client reads it again, or the gateway has given it up."""
         if answer.end is not None:
             answer.end.cancel()
             answer.end = None

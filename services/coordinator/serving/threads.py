@@ -41,7 +41,7 @@ class Threads:
     async def find(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], within_s: float = KEEP_S
     ) -> str:  # fmt: skip
-        """Return the episode of the longest prefix of ``messages`` that ends in an answer of this deployment, or ''.
+        """Find the longest prefix of ``messages`` that ends in an answer of this deployment; return its episode, or ''.
 
         Only the last answer in ``messages`` is looked up among other replicas' answers. Answers older than ``within_s``
         seconds are ignored.

@@ -28,7 +28,8 @@ SMALLEST = 2
 
 
 def is_in_canary(job: str, version: int, share: float, conversation: str) -> bool:
-    """Return True if the version on trial answers a conversation."""
+    """Return True if a hash assigns the conversation to the version on trial, which gets a ``share`` of all
+    conversations."""
     return xxhash.xxh3_64_intdigest(f"{job}:{version}:{conversation}".encode()) < share * POINTS
 
 
@@ -59,7 +60,7 @@ class Verdict:
 
 
 def arms_of(judged: Iterable[Judged]) -> tuple[Arm, Arm]:
-    """Return the arms of the version on trial and of the served one.
+    """Return the rewards of the version on trial and of the served version, as two arms.
 
     The unit is the conversation, because conversations were assigned to arms: several samples of one conversation count
     as their mean.

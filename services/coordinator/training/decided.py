@@ -53,7 +53,7 @@ def episode_digest(episode: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DecidedBlock:
-    """Items that were decided one after the other; see ``Decided`` for the fields.
+    """Live items and episodes that were decided one after the other; see ``Decided`` for the fields.
 
     ``feedback`` also has items with the status `admitted` that the low-water mark has passed.
     """
@@ -106,12 +106,12 @@ class DecidedBlock:
 
 
 def block_of_decision(event: Decided) -> DecidedBlock:
-    """Return the block of one decision."""
+    """Return the items and episodes of one ``Decided`` event as a block."""
     return DecidedBlock.of(event.feedback, event.interactions, event.episodes, event.read_to)
 
 
 def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) -> DecidedBlock:
-    """Return a block of what admissions decide besides the data of their draws.
+    """Return a block of the items that admissions decide in addition to the data that their draws train on.
 
     These are refused turns, closed episodes, and the admitted feedback ``passed``, which is below the low-water mark.
     """
@@ -135,7 +135,8 @@ def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) 
 
 
 def with_block(blocks: tuple[DecidedBlock, ...], new: DecidedBlock, low: tuple[int, int]) -> tuple[DecidedBlock, ...]:
-    """Append the block ``new``, merged with blocks of its size, and drop the oldest blocks that are no longer needed.
+    """Append the block ``new``, after merging it with earlier blocks of at most its size; drop the oldest blocks that
+    are no longer needed.
 
     ``low``: low-water marks of INTERACTIONS and FEEDBACK.
     """
@@ -166,7 +167,7 @@ def reasons_of(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
 
 
 def _retractions(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
-    """Yield ``(item, its retraction)`` for each retracted item in ``ended``, and ``(retraction, '')`` for each
+    """Yield ``(item, id of its retraction)`` for each retracted item in ``ended``, and ``(retraction, '')`` for each
     retraction."""
     for name, reason in reasons_of(ended):
         kind, _, other = reason.partition(" ")

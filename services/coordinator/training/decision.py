@@ -71,7 +71,7 @@ class DrawSource(Protocol):
 
     @property
     def refuses(self) -> bool:
-        """True if ``refusal`` can return a reason at all."""
+        """True if ``refusal`` can return a reason for any open draw."""
         ...
 
     def draw(self, draft: Draft) -> None:
@@ -79,7 +79,8 @@ class DrawSource(Protocol):
         ...
 
     def refusal(self, draw: Draw) -> str:
-        """Return the reason why an open draw must not be trained, even if its group has arrived, or '' if it may be."""
+        """Return the reason why an open draw must not be trained, even if its group has arrived, or '' if the draw may
+        be trained."""
         ...
 
     def judge(self, draft: Draft) -> None:
@@ -92,11 +93,11 @@ class DrawSource(Protocol):
         ...
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return the baselines of a batch, and its update of the tracked rewards."""
+        """Return the baselines of a batch's draws, and the batch's update of the tracked mean rewards."""
         ...
 
     def idle(self, state: LedgerState) -> Progress:
-        """Return the condition `MakingProgress` of a job without a sealed batch."""
+        """Return the condition `MakingProgress` for a job that has no sealed batch to train."""
         ...
 
 
@@ -107,7 +108,8 @@ def plan_draw(config: AnyTraining, state: LedgerState, now: float, ahead: int = 
 
 
 def copy_state(state: LedgerState) -> LedgerState:
-    """Copy the state and its dictionaries for a draft; the copies share values, because values are never changed."""
+    """Copy the state and its dictionaries for a draft. The copies share the values in the dictionaries, which never
+    change."""
     draft = copy.copy(state)
     draft.open = dict(state.open)
     draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
@@ -209,7 +211,7 @@ class Draft:
             self.drop_draws(sorted(draws), reason, redraw=redraw)
 
     def _why_not(self, draw: Draw, info: OpenDraw, start: int) -> tuple[str, bool] | None:
-        """Return the reason to drop a draw, and True if it is drawn again; None if it stays."""
+        """Return the reason to drop a draw, and True if it is drawn again; None if the draw is not dropped."""
         candidate = self.candidates.get(draw)
         if refusal := self.run.source.refusal(draw):
             return refusal, False
@@ -327,7 +329,7 @@ class Draft:
         return remaining is None or remaining > 0
 
     def remaining_batches(self) -> int | None:
-        """Return the number of batches that may still be sealed; None is unlimited.
+        """Return the number of batches that may still be sealed; None if it is unlimited.
 
         A batch that the trainer refused may still be sealed again, because batches sealed after it wait for it: even if
         they reach the limit, or exceed a limit that was lowered meanwhile.
@@ -366,14 +368,15 @@ class TicketSource:
         return ""
 
     def judge(self, draft: Draft) -> None:
-        """Do nothing: there are no live conversations."""
+        """Do nothing: a job with tickets has no live conversations, and so no canary trial."""
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """Return the draws of the next batch, or None if no batch can be sealed yet; see ``gate.choose``."""
         return choose(draft.config, draft.state, draft.acceptable, ready=ready, oldest_missing=draft.oldest_missing)
 
     def draw(self, draft: Draft) -> None:
-        """Open draws for the next batches, as far as the lag bound, the slots in flight and the byte budget allow."""
+        """Open draws for the next batches, as far as the lag bound, the limit of open draws and the byte budget
+        allow."""
         run, state, config = draft.run, draft.state, draft.config
         size = config.groups_per_batch
         room = config.max_draws - len(state.open) - draft.inputs.replays
@@ -404,9 +407,9 @@ class TicketSource:
             room -= count
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return no baselines: groups contain their own, or the loss needs none."""
+        """Return no baselines: the groups of a ticket contain their own, or the loss needs none."""
         return {}, Tracking()
 
     def idle(self, state: LedgerState) -> Progress:
-        """Report progress: workers process tickets."""
+        """Report progress, since workers process the tickets."""
         return "True", "Generating", ""

@@ -25,7 +25,7 @@ class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     after: int = 0
 
     def sealed_in(self, batch: int) -> OpenDraw:
-        """Return the draw as part of ``batch``; 0 puts it in flight again."""
+        """Return a copy of the draw that belongs to ``batch``, or is in flight again if ``batch`` is 0."""
         return OpenDraw(self.min_version, self.deadline, batch, self.temperature, self.after)
 
 

@@ -86,7 +86,8 @@ class Candidate:
         return is_stale(self.oldest, start_version, max_lag)
 
     def has_wrong_weights(self, state: LedgerState) -> bool:
-        """Return True if the weights that sampled the group are not the ones that the ledger has for their version.
+        """Return True if the digest of the weights that sampled the group contradicts the ledger, or if their version
+        is not in the ledger.
 
         A trainer that died before its update was recorded may have published those weights to engines, and its
         successor's update can differ in bits. Groups of earlier releases do not name their weights.

@@ -25,7 +25,7 @@ class EarlyStop:
         self.reason = ""
 
     def take(self, value: float) -> None:
-        """Add the next value of the metric."""
+        """Add the next value of the watched metric; set ``reason`` if the run should end early."""
         config = self.config
         self._newest.append(value)
         if len(self._newest) < config.window:
@@ -72,13 +72,13 @@ class Goals:
         self.begin(None)
 
     def begin(self, known: BestCheckpoint | None) -> None:
-        """Forget all values; ``known`` is the best checkpoint that the ledger names, if there is one."""
+        """Discard all values. ``known`` is the best checkpoint that the ledger names, if there is one."""
         self._early = None if self._stop is None else EarlyStop(self._stop)
         self._tracker = None if self._keep is None else BestTracker(self._keep, known)
         self._taken.clear()
 
     def roll_back(self, state: LedgerState) -> None:
-        """Forget the values of batches that a fork removed, and evaluate the remaining values again."""
+        """Discard the values of batches that a fork removed, and evaluate the remaining values again."""
         left = [(values, step) for values, step in self._taken if state.in_lineage(step)]
         self.begin(state.best)
         for values, step in left:
@@ -104,12 +104,12 @@ class Goals:
         return "" if self._early is None else self._early.reason
 
     def unknown(self, values: Mapping[str, float]) -> list[str]:
-        """Return the watched metrics that are missing in an update's ``values``, without metrics of evaluations."""
+        """Return the watched metrics that are missing in an update's ``values``, except metrics of evaluations."""
         followed = [rule.config.metric for rule in (self._early, self._tracker) if rule is not None]
         return [name for name in followed if name not in values and not name.startswith("eval/")]
 
     def wanted(self, state: LedgerState) -> str:
-        """Return the reason for a checkpoint of a new best result, or '' if no checkpoint is needed."""
+        """Return the reason to write a checkpoint because of a new best result, or '' if no checkpoint is needed."""
         best = self._unmarked(state)
         if best is None or self._tracker is None or _checkpoint_of(best, state) is not None:
             return ""
@@ -121,7 +121,8 @@ class Goals:
         return followed.startswith("eval/") and bool(self.wanted(state))
 
     def mark(self, state: LedgerState, *, writer_epoch: int, now: float) -> list[BestCheckpoint]:
-        """Return the event that names the best checkpoint, once it exists and the ledger does not name it yet."""
+        """Return the event that names the best checkpoint; [] while this checkpoint does not exist, or if the ledger
+        names it already."""
         best = self._unmarked(state)
         number = None if best is None else _checkpoint_of(best, state)
         if best is None or number is None or self._tracker is None:

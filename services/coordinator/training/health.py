@@ -61,7 +61,7 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Beginning of a warning with a ``message``, or end of a warning (``message`` is '')."""
+    """A warning that begins, with its ``message``, or a warning that ends (``message`` is '')."""
 
     kind: WarningKind
     message: str
@@ -105,7 +105,7 @@ class Health:
             self._range = min(low, values.get("reward/min", reward)), max(high, values.get("reward/max", reward))
 
     def roll_back(self, state: LedgerState) -> None:
-        """Forget the batches that a fork removed from the lineage."""
+        """Discard the metrics of batches that a fork removed from the lineage."""
         kept = [one for one in self._rows if state.in_lineage(one[0])]
         self._updates = state.updates
         self._rows = deque(kept, maxlen=self._rows.maxlen)
@@ -143,8 +143,8 @@ class Health:
 
     @property
     def _solved(self) -> bool:
-        """True if the newest mean rewards are near the best reward ever seen, and not all rewards so far were equal, or
-        if most of the newest episodes that arrived solved their task; those trained may be only the hard ones."""
+        """True if the newest mean rewards are near the best reward so far, and rewards have differed; also if most of
+        the newest episodes that arrived solved their task (trained episodes may be only the hard ones)."""
         low, high = self._range
         newest = self._window("reward/mean")
         succeeded, arrived, lost = (self._count(f"sequences/{name}") for name in ("succeeded", "arrived", "unscored"))
@@ -157,7 +157,7 @@ class Health:
         return [row[name] for _, row in newest if name in row]
 
     def _count(self, name: str) -> float:
-        """Return the sum of a count over the newest updates, with what was counted since."""
+        """Return the sum of the count ``name`` over the newest updates and since the newest update."""
         return sum(self._window(name)) + self.recent.get(name, 0.0)
 
     def _has_settled(self, values: Sequence[float], least: int = SETTLED) -> bool:
@@ -248,7 +248,7 @@ class Health:
                 self._spikes["gradient"] = self._updates, text
 
     def _times(self, name: str, value: float, *, least: float) -> str:
-        """Return a text about how far ``value`` exceeds the median of earlier updates, or '' if the value is no spike.
+        """Return by which factor ``value`` exceeds the median of earlier updates, as text; '' if the value is no spike.
 
         Updates with value 0 had no signal, and do not count.
         """

@@ -123,8 +123,8 @@ class Journal:
         return state
 
     def failure(self) -> JobFailure | None:
-        """Return the failure that the newest ledger entry records, or None if that entry did not end the job as
-        failed."""
+        """Return the failure with which the newest ledger entry ended the job, or None if that entry records no
+        failure."""
         events = decode_events(self._last_data) if self._last_data else []
         for event in events:
             if isinstance(event, PhaseChanged) and event.phase == "failed" and event.code:
@@ -189,7 +189,8 @@ class Journal:
         return seq
 
     async def _resolve(self, data: bytes) -> Message | None:
-        """Return the entry after ``last_seq`` if this writer appended it, or None if there is no such entry.
+        """Return the ledger entry after ``last_seq`` if this writer appended it, or None if the ledger has no such
+        entry.
 
         Raises:
             Fenced: another writer appended that entry.
@@ -212,7 +213,7 @@ class Journal:
         return self.keep_up
 
     async def keep_up(self) -> None:
-        """Purge the entries that the newest named segment holds, and write the next segment. Raises Unavailable."""
+        """Purge from LEDGER the entries in the newest named segment, and write the next segment. Raises Unavailable."""
         try:
             await self._purge()
             await self.archive()
@@ -300,7 +301,7 @@ class Journal:
         return self._last_seq
 
     async def name_segment(self) -> bool:
-        """Append an entry without events that names the written segment, and purge its entries.
+        """Append an entry without events that names the written segment, and purge the segment's entries from LEDGER.
 
         Returns False if no written segment is unnamed. Raises Fenced as ``append`` does, and Unavailable instead of
         waiting.
@@ -314,8 +315,8 @@ class Journal:
         return True
 
     async def _covered(self, place: int) -> int:
-        """Return the ledger sequence that the ``place``-th newest snapshot covers; 0 if it is missing or not
-        verified."""
+        """Return the ledger sequence that the ``place``-th newest snapshot covers; 0 if there is no such snapshot, or
+        if it cannot be verified."""
         begun = await _begun(self._bus, self._job)
         for message in (await self._bus.get_whole(subjects.SNAPSHOTS, begun[-place:][:1])).values():
             if len(begun) < place:
@@ -387,5 +388,5 @@ async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState
 
 
 async def _begun(bus: Bus, job: str) -> list[int]:
-    """Return the sequence of the first message of each snapshot of a job, oldest first."""
+    """Return the sequence at which each snapshot of a job begins, oldest first."""
     return [m.seq for m in await bus.read(subjects.SNAPSHOTS, subjects.snapshots(job), headers_only=True)]

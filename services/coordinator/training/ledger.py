@@ -73,7 +73,7 @@ NO_SIGNAL = "no_signal"
 
 @dataclass(slots=True)
 class LedgerState:
-    """Fold of a job's ledger.
+    """State of a job: the fold of all events in its ledger.
 
     Attributes:
         epoch: highest writer epoch seen.
@@ -177,7 +177,7 @@ class LedgerState:
 
     @property
     def next_number(self) -> int:
-        """Number of the batch that is sealed next: the lowest one that is neither trained nor sealed."""
+        """Number of the batch that is sealed next: the lowest number of a batch that is neither trained nor sealed."""
         number = self.last_trained + 1
         while number in self.sealed:
             number += 1
@@ -185,7 +185,8 @@ class LedgerState:
 
     @property
     def trainable(self) -> bool:
-        """True if the batch that is trained next is sealed; batches after a refused one wait for it."""
+        """True if batch ``last_trained + 1`` is sealed. If the trainer refused it, later sealed batches wait until it
+        is sealed again."""
         return self.last_trained + 1 in self.sealed
 
     def start_version(self, number: int) -> int:
@@ -194,12 +195,14 @@ class LedgerState:
 
     @property
     def pinned(self) -> list[int]:
-        """Checkpoints that are kept at any age: the initial one, the best one, and the base of the served version."""
+        """Numbers of the checkpoints that are kept at any age: the initial checkpoint, the best, and the base of the
+        served version."""
         served = self.base_of(self.promoted.number) if self.promoted is not None else None
         return sorted({0, *(c.number for c in (self.best, served) if c is not None)})
 
     def base_of(self, number: int) -> Checkpointed | None:
-        """Return the checkpoint from which the state after batch ``number`` can be recomputed, or None."""
+        """Return the newest checkpoint not after batch ``number``, from which the state after this batch can be
+        recomputed; or None."""
         return self.checkpoints.get(max((n for n in self.checkpoints if n <= number), default=-1))
 
     def after(self, number: int) -> list[int]:
@@ -212,15 +215,16 @@ class LedgerState:
 
     @property
     def newest_batch(self) -> int:
-        """The newest trained batch of this lineage, which made the current weights. After a fork it is an older one."""
+        """Number of the trained batch that made the current weights. Just after a fork it is lower than
+        ``last_trained``."""
         number = self.last_trained
         for first, last in reversed(self.rolled_back):
             number = first - 1 if first <= number <= last else number
         return number
 
     def update_index(self, number: int) -> int:
-        """Return how many updates of this lineage precede batch ``number``; schedules and evaluations use this as its
-        step."""
+        """Return the number of updates of this lineage before batch ``number``. Schedules and evaluations use it as the
+        batch's step."""
         return self.updates + number - self.last_trained - 1
 
     @property
@@ -230,12 +234,13 @@ class LedgerState:
 
     @property
     def reports_held_out_success(self) -> bool:
-        """The same for the simulator of held-out episodes. Older ledgers describe only the one of training."""
+        """True if the simulator of held-out episodes is known to report if a task is solved or not. A ledger without a
+        description of this simulator uses ``reports_success``."""
         return bool(self.environment.get("held_out_success", self.reports_success))
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
-        """Return True if a pair ``(version, short digest)`` in ``weights`` contradicts the ledger's digest of the
-        version."""
+        """Return True if a pair ``(version, short digest)`` in ``weights`` contradicts the digest of this version in
+        the ledger."""
         return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:
@@ -471,7 +476,7 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
 
 
 def fold(events: Iterable[Event], state: LedgerState | None = None) -> LedgerState:
-    """Apply ``events`` in order to ``state`` (None: a new one), and return it."""
+    """Apply ``events`` in order to ``state`` (to a new state if None), and return the state."""
     state = state if state is not None else LedgerState()
     for event in events:
         state.apply(event)

@@ -1,4 +1,4 @@
-"""Decides which version of an online job is served, from the measurements of the newest one. Pure.
+"""Decides which version of an online job is served, from the measurements of the newest version. Pure.
 
 A version that breaks a bound is refused: the version before it stays served, and its answers are trained within the lag
 bound. After `online.promotion.patience` refusals in a row training rolls back to the served version. With
@@ -49,12 +49,13 @@ class PromotionGate:
         self._arms = arms_of([])
 
     def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an update that the ledger keeps, which are those with a bound."""
+        """Return the metrics of an update that the promotion config bounds. The ledger records them."""
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 
     def decide(self, state: LedgerState, inputs: Inputs, *, writer_epoch: int) -> Decided | None:
-        """Return the event that decides on ``state.version``; None if it was decided before, or is not measured yet."""
+        """Return the event that decides on the version ``state.version``; None if this version was decided before or is
+        not measured yet."""
         now, figures = inputs.now, self._figures(state, inputs.evaluated)
         reason, known = self._grant(state, figures, inputs.forced)
         flaws = [] if reason or self._is_decided(state) else self._flaws(state, figures)
@@ -101,8 +102,8 @@ class PromotionGate:
         return self._arms
 
     def _grant(self, state: LedgerState, figures: Mapping[str, float], forced: int) -> tuple[str, Mapping[str, float]]:
-        """Return ``(reason to promote the newest version now, figures to record)``; the reason is '' if it is not
-        promoted."""
+        """Return ``(reason to promote the newest version now, figures to record)``; the reason is '' if the version is
+        not promoted."""
         served, metric = state.promoted, self.config.metric
         if served is None:
             return "initial", {}
@@ -120,15 +121,15 @@ class PromotionGate:
 
     @staticmethod
     def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
-        """Return True if the version that a fork began may be served.
+        """Return True if the first version after a fork may be served.
 
         That is so if a user requested the fork, if its weights are the served ones, or if it left no newer batches.
         """
         return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
 
     def lacks(self, state: LedgerState) -> bool:
-        """Return True if the held-out reward of the newest version must be measured next, regardless of the evaluation
-        plan.
+        """Return True if the held-out reward of the newest version must be measured next, even without a planned
+        evaluation.
 
         The reward is needed if that version is served, because others are compared with it, or if a fork began it,
         because the next training depends on it.
@@ -160,7 +161,7 @@ class PromotionGate:
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def rollback(self, state: LedgerState) -> Rollback | None:
-        """Return the rollback that too many refusals require, or None.
+        """Return the rollback to the served version if too many newer versions were refused, or None.
 
         One refusal of a version that a fork began is enough: a fork takes a number above all published versions, so
         answers of the served version may exceed the lag bound.
@@ -173,7 +174,8 @@ class PromotionGate:
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
     def lets_train(self, state: LedgerState, announced: int) -> bool:
-        """Return True if another batch may be sealed while engines know the ``announced`` version.
+        """Return True if another batch may be sealed; ``announced`` is the promoted version that was last published to
+        the engines.
 
         Only one batch is sealed at a time, so that the served version keeps its weight slot. During a trial none is
         sealed, because the version on trial uses the other slot.

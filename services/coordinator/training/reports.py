@@ -198,8 +198,8 @@ def _forked(run: RunFacts, report: Report, inputs: Inputs) -> list[Event]:
 
 
 def _reason_of_fork(run: RunFacts, report: Report) -> str:
-    """Return the trainer's reason for a fork, or a text about deletions if those removed all groups that the trainer
-    lacks.
+    """Return the reason for a fork: the trainer's reason, or a text about deletions if users' deletions removed all
+    groups that the trainer lacks.
 
     Before a deletion removes groups of a trained batch, it waits for a later checkpoint. If a trainer lacks the groups,
     that checkpoint became unreadable, or was never written.
@@ -215,6 +215,6 @@ def _reason_of_fork(run: RunFacts, report: Report) -> str:
 
 
 def _given_up(state: LedgerState, from_batch: int) -> list[Draw]:
-    """Return the draws of the batches that a fork removes from the lineage, and of those sealed after them."""
+    """Return the draws of the batches that a fork removes from the lineage, and of all sealed batches."""
     draws = [draw for number, batch in state.batches.items() if number >= from_batch for draw in batch.draws]
     return sorted([*draws, *(group.draw for batch in state.sealed.values() for group in batch.groups)])

@@ -122,8 +122,8 @@ class JobRun:
         self.failure = self.failure or failure
 
     def halted(self, inputs: Inputs) -> str:
-        """Return the reason for which the trainer paused the job, until a user resumes the job; '' if the trainer did
-        not pause it."""
+        """Return the reason for which the trainer paused the job; '' if the trainer did not pause it, or a user has
+        resumed it."""
         return self.state.halted if inputs.desired != "running" else ""
 
     def halt(self, reason: str, now: float) -> list[Event]:
@@ -148,7 +148,7 @@ class JobRun:
         return None if asked is None or asked.operation in self.failed_rollbacks else asked
 
     def give_up_rollback(self, inputs: Inputs, reason: str) -> None:
-        """Record that the trainer cannot read the checkpoint of a requested rollback."""
+        """Mark a requested rollback as failed, because the trainer cannot read the checkpoint."""
         asked = self._asked_rollback(inputs)
         if asked is not None:
             self.failed_rollbacks[asked.operation] = reason
@@ -158,7 +158,7 @@ class JobRun:
         return checkpoint_path(self.data_dir, checkpoint.path)
 
     def rollback(self, inputs: Inputs) -> Rollback | None:
-        """Return the rollback that is due, or None."""
+        """Return the rollback that is due in the current state, or None."""
         return self.rollback_of(self.state, inputs)
 
     def amend(self, config: AnyTraining, generation: int, now: float) -> list[Event]:
@@ -214,8 +214,8 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """Return the verdict on a group whose draw needs no group: a duplicate, or a group of a batch that a new leader
-        reads again."""
+        """Return the verdict on a group whose draw awaits no group: DUPLICATE, or ACCEPT for a group of a batch that a
+        new leader reads again."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
@@ -223,7 +223,8 @@ class JobRun:
         return Verdict.ACCEPT
 
     def take_up(self) -> int:
-        """Count the stored groups of trained batches by the ledger; return the EXPERIENCE sequence from which to read.
+        """Count the stored groups of trained batches from the ledger's state; return the EXPERIENCE sequence from which
+        to read.
 
         The group of an open draw has that sequence or a higher one, so lower messages affect no decision. Ledgers of
         earlier versions lack the sizes of groups: then all groups are read.
@@ -266,7 +267,8 @@ class JobRun:
         return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
 
     def _deletion_waits_after(self, number: int) -> str:
-        """Return the reason for a checkpoint if a user's deletion waits for one after batch ``number``, else ''."""
+        """Return the reason to write a checkpoint if a user's deletion waits for a checkpoint after batch ``number``,
+        else ''."""
         if self.source.redraws:  # prompts belong to no user
             return ""
         after = (batch for trained, batch in self.state.batches.items() if trained > number)
@@ -275,7 +277,7 @@ class JobRun:
 
     @property
     def unwanted(self) -> list[Draw]:
-        """Draws of sealed batches that must no longer be trained."""
+        """Draws of sealed batches that must no longer be trained, because a user's deletion covers their data."""
         if self.source.redraws:
             return []
         sealed = (group.draw for batch in self.state.sealed.values() for group in batch.groups)
@@ -295,8 +297,8 @@ class JobRun:
         return len(self.state.open) < self.config.max_draws
 
     def training_done(self, inputs: Inputs) -> bool:
-        """Return True if no further batch will be sealed or trained, not even a batch that waits behind a refused
-        batch."""
+        """Return True if no further batch will be trained: no batch is ready for the trainer, and the run has reached
+        its end or stops early."""
         if self.state.trainable or self.rollback(inputs) is not None:
             return False
         if inputs.stop_early:
@@ -375,7 +377,8 @@ class JobRun:
         return events_of_report(self, report, inputs)
 
     def on_dead_letter(self, draw: Draw, inputs: Inputs) -> list[Event]:
-        """Return the events that drop the draw of an unusable message; [] if the draw has a group or is not open."""
+        """Return the events that drop the draw of a dead letter; [] if the draw is not open, or if its group has
+        arrived."""
         if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
             return []
         draft = Draft(self, copy_state(self.state), inputs)
@@ -463,7 +466,8 @@ class JobRun:
         return released
 
     def _rolled_back(self, event: LineageForked) -> list[int]:
-        """Return the sequences of the groups that a fork discards: they will not be trained or repeated."""
+        """Return the sequences of the groups that a fork discards: those of the batches that it removes, and those of
+        sealed batches."""
         given_up = [batch.seqs for number, batch in self.state.batches.items() if number >= event.from_batch]
         given_up += [tuple(group.seq for group in batch.groups) for batch in self.state.sealed.values()]
         return [seq for seqs in given_up for seq in seqs]

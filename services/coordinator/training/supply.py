@@ -1,4 +1,4 @@
-"""Protocol of a job's own source of groups, for jobs whose groups do not come from tickets."""
+"""Protocol of a component that creates a job's groups without tickets, such as groups of live data."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Supply(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Publish results that the ledger does not record, such as the status of an item that still waits."""
+        """Publish results that the ledger does not record, such as the status of an item that is not decided yet."""
         ...
 
     def unreadable(self) -> list[Unreadable]:
@@ -88,7 +88,7 @@ class Supply(Protocol):
         ...
 
     async def close(self) -> None:
-        """Refuse everything undecided when the job is over, including the newest arrivals. Safe to repeat."""
+        """Refuse all undecided items, including the newest arrivals, because the job has ended. Safe to repeat."""
         ...
 
     def measures(self) -> dict[str, float]:
@@ -96,5 +96,5 @@ class Supply(Protocol):
         ...
 
     def waits(self, run: JobRun, inputs: Inputs) -> list[dict[str, Any]]:
-        """Return the waits for missing groups."""
+        """Return a row for each wait for missing groups."""
         ...

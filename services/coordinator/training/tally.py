@@ -44,12 +44,12 @@ class Tally:
         self._began = 0.0
 
     def begin(self, now: float, last_row: Mapping[str, float]) -> None:
-        """Start counting; the totals continue from the newest row of the run."""
+        """Start to count; the totals of the run continue from ``last_row``, its newest metrics row."""
         self._began = now
         self.go_on(last_row)
 
     def go_on(self, row: Mapping[str, float]) -> None:
-        """Continue from the totals in ``row``, the newest row of the run."""
+        """Continue the totals of the run from the totals in ``row``, its newest metrics row."""
         self._totals = Counter({kind: int(row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
 
     def on_group(self, header: GroupHeader, *, duplicate: bool, lost: int = 0) -> None:

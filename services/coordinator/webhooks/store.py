@@ -32,7 +32,7 @@ HOOKS, STATES = "hook", "state"
 
 
 class WebhookStore:
-    """Store of webhooks, shared by all replicas. Methods with an id raise NotFound for an unknown one."""
+    """Store of webhooks, shared by all replicas. Methods with an id raise NotFound if no webhook has the id."""
 
     def __init__(self, bus: Bus, *, private: bool) -> None:
         """``private``: also allow private addresses."""

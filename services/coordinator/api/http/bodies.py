@@ -47,8 +47,8 @@ def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
 
 
 async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
-    """Return the JSON body as an object, {} if it is empty. With ``patch_too``, the media type of JSON merge patches is
-    accepted, too."""
+    """Return the JSON body as an object, {} if the body is empty. With ``patch_too``, also accept the media type of
+    JSON merge patches."""
     return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
 
 

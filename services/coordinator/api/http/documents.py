@@ -58,7 +58,7 @@ def from_yaml(body: bytes) -> Any:
 
 
 def bound_values(body: bytes, most: int) -> None:
-    """Refuse a JSON text with more than ``most`` values before it is parsed. Raises HttpProblem: 422."""
+    """Before parsing, refuse a JSON text that has more than ``most`` values. Raises HttpProblem: 422."""
     if count_values(body) > most:
         raise HttpProblem(422, "too_complex", f"the document has more than {most} values")
 
@@ -82,8 +82,8 @@ def count_values(body: bytes) -> int:
 
 
 def items_of(body: bytes, most: int) -> list[bytes]:
-    """Split a JSON array into the texts of its items. If the array is not valid JSON, at least one of these texts is
-    not, either.
+    """Split a JSON array into the texts of its items. If the array is not valid JSON, at least one of the texts is
+    invalid, too.
 
     Raises:
         HttpProblem: 400 not JSON, 413 more than ``most`` items, 422 not an array.
@@ -120,8 +120,8 @@ def _without_escapes(text: bytes) -> bytes:
 
 
 def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
-    """Return three values: a mask of the bytes of ``piece`` outside of strings, all bytes of ``piece`` as an array, and
-    ``is_inside`` for the next piece (1 if that piece begins inside a string)."""
+    """Return a mask of the bytes of ``piece`` that lie outside of strings, these bytes as an array, and ``is_inside``
+    for the next piece (1 if ``piece`` ends inside a string)."""
     codes = np.frombuffer(piece, np.uint8)
     inside = (np.cumsum(codes == _QUOTE, dtype=np.uint8) + is_inside) & 1
     return inside == 0, codes, int(inside[-1]) if len(piece) else is_inside

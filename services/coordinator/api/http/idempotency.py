@@ -48,8 +48,8 @@ class StoredReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyStore:
-    """Claims and replies by idempotency key, in the memory of this process and in Redis. Without Redis, only those in
-    memory are found."""
+    """Stores claims and replies by idempotency key, in the memory of this process and in Redis. Without Redis, a
+    process finds only its own."""
 
     def __init__(self, volatile: Volatile) -> None:
         self._volatile = volatile
@@ -83,7 +83,7 @@ class ReplyStore:
         await self._quietly(lambda r: r.set(_name(key), data, ex=KEEP_S))
 
     async def release(self, key: str, *, owner: str) -> None:
-        """Release a claim after a failed request, so that it can be retried."""
+        """Release the claim of a failed request, so that the client can retry the request."""
         self._drop(key, owner)
         await self._quietly(lambda r: r.delete(_name(key)))
 

@@ -83,7 +83,7 @@ class LargeBody:
         self._is_held = False
 
     async def enter(self) -> None:
-        """Wait for a slot; later calls do nothing. Raises HttpProblem: 429 none was free within WAIT_S."""
+        """Wait for a slot; later calls do nothing. Raises HttpProblem: 429 no slot was free within WAIT_S seconds."""
         if not self._is_held:
             self._is_held = True
             await self._held.enter_async_context(self._turns.turn(self._owner, "read"))
@@ -94,7 +94,8 @@ class LargeBody:
 
 
 class _Turns:
-    """``most`` slots, of which one owner holds at most ``each``. An owner at its limit does not delay other owners."""
+    """Semaphore with ``most`` slots, of which one owner holds at most ``each``. An owner at its limit does not delay
+    others."""
 
     def __init__(self, most: int, each: int) -> None:
         self._all, self._each = asyncio.Semaphore(most), each
@@ -102,7 +103,7 @@ class _Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str, what: str) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. Raises HttpProblem: 429 none was free within WAIT_S."""
+        """Wait for a slot and hold it. Raises HttpProblem: 429 no slot was free within WAIT_S seconds."""
         own, users = self._owners.get(owner) or (asyncio.Semaphore(self._each), 0)
         self._owners[owner] = own, users + 1
         try:

@@ -30,8 +30,8 @@ async def open_file(path: Path) -> tuple[BinaryIO, int]:
 
 
 def byte_range(wanted: str, size: int) -> tuple[int, int] | None:
-    """Return the range [start, stop) of the ``Range`` header ``wanted``; None, which means the whole file, unless the
-    header names exactly one valid range.
+    """Return the range [start, stop) in the ``Range`` header ``wanted``, or None (send the whole file) if the header
+    does not name exactly one valid range.
 
     Raises:
         HttpProblem: 416 the range starts past the end.
@@ -52,7 +52,7 @@ def byte_range(wanted: str, size: int) -> tuple[int, int] | None:
 
 
 def reply_of(file: BinaryIO, size: int, part: tuple[int, int] | None, *, etag: str) -> StreamingResponse:
-    """Return a response that streams ``file``, or its part [start, stop), and closes it at the end."""
+    """Return a response that streams ``file``, or its part [start, stop), and closes the file at the end."""
     start, stop = part or (0, size)
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
     if part is not None:

@@ -66,8 +66,8 @@ class Allowance:
 
 
 class RateLimiter:
-    """Sliding-window counters: of requests by caller, end user and address, of live requests (completions and feedback)
-    by caller, and of generated tokens by caller.
+    """Sliding-window counters: by caller (requests, live requests such as completions and feedback, generated tokens),
+    by end user and by client address.
 
     Raises:
         ConfigError: a limit does not look like ``600/minute``.
@@ -119,7 +119,8 @@ class RateLimiter:
             raise HttpProblem(429, "token_rate_limited", detail, headers=found.headers())
 
     async def take_tokens(self, owner: str, number: int) -> Allowance | None:
-        """Count tokens of an answer, at most those left; return the allowance, or None if there is no limit."""
+        """Count ``number`` tokens of an answer, but no more than ``owner`` has left; return the allowance, or None if
+        there is no limit."""
         if self._tokens is None or number < 1:
             return None
         return await self._count("tokens", self._tokens, ("tokens", owner), number)

@@ -17,7 +17,8 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def wait(self) -> None:
-        """Wait for the caller's turn."""
+        """Return in this loop iteration if fewer than ``most`` tasks have proceeded in it, else in a later
+        iteration."""
         loop = asyncio.get_running_loop()
         if not self._begun:
             loop.call_soon(self._next)

@@ -37,11 +37,11 @@ class Volatile:
 
     @property
     def configured(self) -> bool:
-        """True if a URL was given."""
+        """True if the deployment has a Redis URL."""
         return self.client is not None
 
     async def answers(self) -> bool:
-        """Return True if Redis answered the latest call. Ping Redis first, unless the circuit breaker is open."""
+        """Ping Redis, unless the circuit breaker is open; return True if Redis answered its latest call."""
         with contextlib.suppress(Unavailable):
             await self.call(lambda client: client.ping())
         return not self._away
@@ -68,7 +68,7 @@ class Volatile:
         return result
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to Redis."""
         if self.client is not None:
             await self.client.aclose()
 

@@ -1,4 +1,4 @@
-"""Routes that change a job file while the job runs, extend a job after it ended, and start operations on it."""
+"""Routes that change a job file while the job runs, extend an ended job, and start operations on a job."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ class AmendableList(BaseModel):
 
 @router.get("/amendable", response_model=AmendableList, dependencies=[require("jobs:read")])
 async def amendable(job: JobId, backend: BackendDep) -> Response:
-    """List the settings that may change while the job runs, with values and ranges, except `backend` and `metadata`."""
+    """List the settings that may change while the job runs, with values and ranges. The list omits `backend` and
+    `metadata`, which may change, too."""
     spec = (await backend.jobs.get(job)).spec
     return Json({"object": "list", "data": ranges_of(job_model(spec).model_validate(spec)), "has_more": False})
 
@@ -171,7 +172,8 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
 
 
 def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Return ``raw``; if ``patch`` selects another type of backend, drop the keys of the old backend from it."""
+    """Return ``raw`` without the keys of the old backend if ``patch`` selects another type of backend; otherwise return
+    ``raw``."""
     section = patch.get(BACKEND)
     if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
         return raw
@@ -198,8 +200,8 @@ def _immutable(keys: list[str]) -> HttpProblem:
 
 
 def _check_match(if_match: str, record: JobRecord) -> None:
-    """Raise HttpProblem 412 unless ``If-Match`` has a tag of the current job file. A tag stays valid until the job file
-    changes."""
+    """Raise HttpProblem 412 if ``If-Match`` is sent without a tag of the current job file. A tag stays valid until the
+    job file changes."""
     if not if_match or if_match.strip() == "*":
         return
     tags = [tag.strip().strip('"') for tag in if_match.split(",")]
@@ -258,7 +260,7 @@ async def get_operation(
     backend: BackendDep,
     wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is done")] = 0,
 ) -> Response:
-    """Return an operation; a job keeps only its newest ones."""
+    """Return an operation on the job; the job's record keeps only the newest operations."""
 
     def find(record: JobRecord) -> Operation | None:
         return next((one for one in record.operations if one.id == operation), None)

@@ -74,7 +74,8 @@ async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
     },
 )
 async def archive(job: JobId, number: Number, backend: BackendDep) -> Response:
-    """Download all files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; always the same bytes."""
+    """Download all files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`. Each download has the same
+    bytes."""
     row = await backend.checkpoints.row(job, number)
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host")

@@ -44,7 +44,7 @@ class DeadLetter(DeadLetterRow):
 
 
 class DeadLetterList(BaseModel):
-    """One page of dead letters, oldest first; ``after=last_id`` gets the next."""
+    """One page of dead letters, oldest first; ``after=last_id`` gets the next page."""
 
     object: Literal["list"] = "list"
     data: list[DeadLetterRow]
@@ -77,7 +77,8 @@ async def get_dead_letter(job: JobId, letter: DeadLetterId, backend: BackendDep)
 
 @router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
 async def drop_dead_letter(job: JobId, letter: DeadLetterId, backend: BackendDep) -> Response:
-    """Delete a dead letter. The ledger does not change, since a draw ends when its dead letter is stored."""
+    """Delete a dead letter. The ledger does not change: it recorded the end of the draw when the dead letter was
+    stored."""
     await backend.jobs.get(job)
     await backend.dead_letters.drop(job, letter)
     return Response(status_code=204)

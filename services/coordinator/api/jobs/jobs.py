@@ -62,7 +62,8 @@ async def submit(
     backend: BackendDep,
     dry_run: bool = False,
 ) -> Response:
-    """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
+    """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate the job file, and show which effects its
+    submission would have."""
     spec, raw = await read_job(request)
     await _check_models(backend, caller, spec)
     check_code(caller, spec, backend.settings)
@@ -182,7 +183,7 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
 
 
 async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
-    """Check that a caller may start from the checkpoint that ``path`` names, if it names one.
+    """Check that the caller's key reaches the job whose checkpoint ``path`` names. Any other ``path`` passes.
 
     Raises:
         HttpProblem: 403 the key is for other models than that of the checkpoint's job.
@@ -197,7 +198,7 @@ async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
 
 
 def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
-    """Check that a caller may run the code that a job file names; built-in components are not code.
+    """Check that the caller may run the user code that a job file names. Built-in components need no permission.
 
     Raises:
         HttpProblem: 403 the caller's key lacks the scope jobs:code, or the key or the deployment does not allow the
@@ -258,8 +259,8 @@ def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
-    """Check that a caller may read the files that a job file names. Symbolic links are followed. The call reads the
-    disk: run it in a thread.
+    """Check that a caller may read the files that a job file names, after following symbolic links. Reads the disk: run
+    it in a thread.
 
     Raises:
         HttpProblem: 403 a path leads outside the deployment's directories; the text names the setting of the job file.

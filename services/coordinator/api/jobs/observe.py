@@ -289,7 +289,7 @@ async def why(job: JobId, backend: BackendDep) -> Response:
 
 @router.get("/audit", response_model=Audit, dependencies=READ)
 async def audit(job: JobId, backend: BackendDep) -> Response:
-    """Check the job's ledger: that drawn = trained + dropped + in flight, and all its other invariants."""
+    """Check the job's ledger: drawn = trained + dropped + in flight, and all other invariants of a ledger."""
     return Json(await backend.diagnosis.audit(job))
 
 
@@ -309,7 +309,7 @@ async def logs(
     follow: bool = False,
     last_event_id: Annotated[str, Header(max_length=4096)] = "",
 ) -> Response:
-    """Show the last lines of the services' logs; with `follow=true` stream them until the end of the job.
+    """Show the last lines of the services' logs; with `follow=true` also stream new lines until the job ends.
 
     Only keys with the scope `admin` see lines without a job id, because these may concern any job.
     """
@@ -373,7 +373,7 @@ async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any
 
 
 async def _close(rows: AsyncIterator[Any]) -> None:
-    """Close an inner generator; otherwise nothing closes it when the outer one ends early."""
+    """Close the generator ``rows``. Python does not close it when the generator that reads from it ends early."""
     close = getattr(rows, "aclose", None)
     if close is not None:
         await close()

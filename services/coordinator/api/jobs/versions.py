@@ -86,6 +86,7 @@ async def promote(
 async def roll_back(
     request: Request, job: JobId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
 ) -> Response:
-    """Discard the updates after a checkpoint and continue training from it; its weights are served as a new version."""
+    """Discard the updates after a checkpoint and continue training from the checkpoint, whose weights are served as a
+    new version."""
     wanted = await read_model(request, RollbackTo)
     return await begin(backend, job, "rollback", caller, {"checkpoint": wanted.checkpoint})

@@ -64,7 +64,7 @@ class Format:
         return last + b"data: [DONE]\n\n"
 
     def whole(self, chunks: Sequence[Chunk]) -> Json:
-        """Return the whole reply."""
+        """Return the reply to a request that is not streamed, with the whole answer."""
         by_choice: defaultdict[int, list[Chunk]] = defaultdict(list)
         for chunk in chunks:
             by_choice[chunk.choice].append(chunk)

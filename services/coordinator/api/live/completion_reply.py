@@ -116,7 +116,7 @@ class CompletionReply(Response):
         return all(chunk.recorded for chunk in self._chunks if chunk.finish)
 
     def _check_recorded(self) -> None:
-        """Raise HttpProblem (503) if the job requires recorded answers and this one was not recorded."""
+        """Raise HttpProblem (503) if the job requires recorded answers and this answer was not recorded."""
         if self._answer.served.strict_recording and self._answer.request.store and not self._is_recorded:
             detail = "the answer could not be recorded, and this job wants none that is not: ask again"
             raise HttpProblem(503, "not_recorded", detail, headers={"Retry-After": "1", "retry-after-ms": "1000"})

@@ -1,4 +1,5 @@
-"""Fast dispatch of routes that are called thousands of times a second: by path, without matching every route in turn.
+"""Fast dispatch of routes that are called thousands of times a second: finds a route by its path, without trying all
+routes in turn.
 
 The routes stay declared with the others, for the OpenAPI document and for unsupported methods. This dispatch skips
 matching and dependency injection, which take longer than the work itself.

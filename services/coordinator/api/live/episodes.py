@@ -1,4 +1,4 @@
-"""Routes of episodes: open one, get an address for its agent, end it."""
+"""Routes of episodes: open, list, show and end episodes, list their interactions, and create keys for them."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def get_episode(episode: OpenedEpisode, request: Request, caller: Opener, 
 
 @router.post("/{episode}/end", response_model=Episode)
 async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
-    """End an episode. It then refuses requests, and the coordinator assigns credit to its turns. Safe to repeat."""
+    """End an episode: it accepts no more requests, and the coordinator assigns credit to its turns. Safe to repeat."""
     served, record = await _own(backend, episode, caller)
     return Json(_shown(await _episodes(backend).end(served, record.id), request))
 
@@ -175,7 +175,8 @@ async def list_interactions(
     after: Annotated[str | None, Query(max_length=64, description="last_id of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the recorded interactions of an episode in order, also if it was never opened, or after its job ended.
+    """List the recorded interactions of an episode in order. Works also for an episode that was never opened, and after
+    its job has ended.
 
     A key sees interactions of its own requests and of keys and episodes that it created; the scope `admin` sees all.
     """
@@ -226,7 +227,7 @@ def _check_giveable(caller: Caller, wanted: KeyBody) -> None:
 
 
 async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wanted: KeyBody) -> tuple[str, datetime]:
-    """Return the text of a key for an episode, and its expiry."""
+    """Create the text of a key for an episode; return the text and the time at which the key expires."""
     expires = int(min(bus_time() + wanted.expires_in_s, _episodes(backend).remembered_until(record)))
     grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(wanted.scopes)), expires=expires)
     return episode_key(grant, await backend.keys.secret()), datetime.fromtimestamp(expires, UTC)

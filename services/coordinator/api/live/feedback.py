@@ -118,8 +118,8 @@ async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: Backend
 
 @router.post("/v1/feedback/{feedback_id}/retract", status_code=202, response_model=RetractReply)
 async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
-    """Retract an item of feedback. An item that was not trained on loses its effect; for a trained item, only the
-    record changes."""
+    """Retract an item of feedback. An item that the job has not admitted to training loses its effect; for an admitted
+    item, only the record changes."""
     service = _service(backend)
     await check_job(backend, caller, (await service.status_of(feedback_id))["job"], _missing(feedback_id))
     return Json(await service.retract(feedback_id, caller=caller), 202)

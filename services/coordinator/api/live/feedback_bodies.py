@@ -51,7 +51,7 @@ async def read_post(request: Request) -> Any:
 
 
 async def read_batch(request: Request) -> list[Read]:
-    """Return the items of a JSON array or of JSON lines, in order; an invalid item becomes a problem.
+    """Return the items of a JSON array or of JSON lines, in order; an HTTP problem stands for each invalid item.
 
     Raises:
         HttpProblem: 400 not JSON, 413 too many items, 415 unsupported media type, 422 not an array, or an empty one.

@@ -31,8 +31,8 @@ class FeedbackReply(BaseModel):
 
 
 class RetractReply(BaseModel):
-    """Receipt of a retraction. ``too_late``: the item was already admitted, for an update that has begun or will, so
-    that only the record changes."""
+    """Receipt of a retraction. ``too_late``: the job has already admitted the item to training, so the retraction
+    changes only the record."""
 
     feedback_id: str
     retraction_id: str
@@ -88,8 +88,8 @@ class FeedbackStatusReply(BaseModel):
 
 
 class FunnelRow(BaseModel):
-    """Number of items with one metric (for items without a metric: kind), source (the key that posted them) and
-    status."""
+    """Number of items that have this metric (for items without a metric: this kind), this source (the key that posted
+    them) and this status."""
 
     metric: str
     source: str
@@ -107,7 +107,7 @@ class OutcomeRow(BaseModel):
 
 
 class Funnel(BaseModel):
-    """The feedback of a job, counted by metric (for items without a metric: kind), source (the key that posted them)
+    """Counts of a job's feedback by metric (by kind for items without a metric), source (the key that posted the items)
     and status.
 
     ``interactions`` counts the decisions on the interactions themselves, including those without feedback.
@@ -129,7 +129,8 @@ class ConsentReply(BaseModel):
 
 
 class ErasureReply(BaseModel):
-    """Deletion of a user's data: its progress, and the policy versions that were trained on the data, which stay."""
+    """Deletion of a user's data: its progress, and the policy versions that were trained on the data (these are not
+    deleted)."""
 
     user: str = Field(description="Pseudonym of the user in stored data")
     status: Literal["running", "done"]

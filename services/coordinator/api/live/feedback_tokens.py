@@ -1,5 +1,5 @@
-"""Feedback tokens, each of which allows one post of one metric's value: the route that creates tokens, and checks of
-posts that use them."""
+"""Feedback tokens: the route that creates them, and checks of posts that are made with them. A token allows one post of
+one metric's value."""
 
 from __future__ import annotations
 

@@ -243,7 +243,8 @@ async def get_interaction(
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:
-    """Show the record of a choice: tokens, log-probs, versions, sampling settings, and the decision on it."""
+    """Show the record of a choice: tokens, log-probs, versions, sampling settings, and the decision to train on the
+    choice or not."""
     marked = marked_id(interaction)
     if marked is not None:
         for job in (await backend.jobs.index()).all():
@@ -323,7 +324,8 @@ def serving_of(backend: Backend) -> Gateway:
 
 
 def served_of(backend: Backend, model: str, caller: Caller) -> Served:
-    """Return a model by the name or id of its job. Raises HttpProblem: 404 no such model, or out of the key's reach."""
+    """Return a model by the name or id of its job. Raises HttpProblem: 404 no such model, or the key does not reach
+    it."""
     try:
         served = serving_of(backend).find(model)
     except NotFound:

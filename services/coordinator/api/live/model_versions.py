@@ -45,7 +45,7 @@ class Kept(BaseModel):
 
 
 class ModelVersion(BaseModel):
-    """A version: the newest, the served one, or one with a checkpoint, to which the model can roll back."""
+    """A policy version: the newest, the served, or a version with a checkpoint, to which the model can roll back."""
 
     version: int
     served: bool
@@ -64,7 +64,7 @@ class ModelVersions(BaseModel):
 async def list_versions(
     model: ModelName, caller: Annotated[Caller, require("models:read", reach="checked")], backend: BackendDep
 ) -> Response:
-    """List the versions of a model: the newest, the served one, and every version with a checkpoint."""
+    """List the policy versions of a model: the newest, the served, and every version with a checkpoint."""
     served = served_of(backend, model, caller)
     trained = (await backend.jobs.get(served.job)).status.policy_version
     kept = await _checkpoints_of(backend, served.job)

@@ -1,4 +1,4 @@
-"""Checks of an episode key, which allows requests in its episode and feedback on it only."""
+"""Checks of requests with an episode key, which is valid only in its own episode and for feedback on that episode."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def own_episode(caller: Caller, named: str, job: str) -> str:
 
 
 async def check_own_episode(caller: Caller, posts: Sequence[Any], service: FeedbackService) -> None:
-    """Check that an episode key posts feedback on its own episode only.
+    """Check that an episode key posts feedback on its own episode only. Other keys pass.
 
     Raises:
         HttpProblem: 403 the feedback is not about the episode or its turns.

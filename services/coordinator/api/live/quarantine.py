@@ -54,7 +54,7 @@ class HeldItem(HeldRow):
 
 
 class HeldList(BaseModel):
-    """One page of quarantined items, in the order of ids; ``after=last_id`` gets the next."""
+    """One page of quarantined items, in the order of ids; ``after=last_id`` gets the next page."""
 
     object: Literal["list"] = "list"
     data: list[HeldRow]
@@ -64,7 +64,7 @@ class HeldList(BaseModel):
 
 
 class Verdict(BaseModel):
-    """Decision on a quarantined item; it is on disk."""
+    """Decision on a quarantined item, which is stored on disk."""
 
     feedback_id: str
     verdict: Literal["release", "drop"]
@@ -91,7 +91,7 @@ async def get_held_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -
 
 @all_jobs.post("/v1/quarantine/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
-    """Release a quarantined item: it counts as feedback that arrives now. By then the job may have decided on the
+    """Release a quarantined item, which then counts as if it arrived now. The job may already have decided on the
     response or the episode that the item is about."""
     job = await _job_of(backend, caller, item)
     return Json(await _quarantine(backend).decide(job, item, "release", caller=caller), 202)
@@ -118,7 +118,7 @@ async def get_held(job: JobId, item: Item, caller: Admin, backend: BackendDep) -
 
 @router.post("/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
-    """Release a quarantined item: it counts as feedback that arrives now. By then the job may have decided on the
+    """Release a quarantined item, which then counts as if it arrived now. The job may already have decided on the
     response or the episode that the item is about."""
     return Json(await (await _held(backend, job)).decide(job, item, "release", caller=caller), 202)
 

@@ -27,7 +27,8 @@ async def check_user(limiter: RateLimiter, caller: Caller, user: str, pseudonym:
 async def over_limit(
     limiter: RateLimiter, caller: Caller, users: Sequence[str], pseudonym: Callable[[str], str]
 ) -> list[HttpProblem | None]:
-    """Count requests or items by end user ('' for none); return one entry for each: its refusal, or None.
+    """Count one request or item for each entry of ``users`` ('' for no user); return for each entry None if it passes,
+    or else its refusal.
 
     The first items of each user pass, up to the limit. The bearer of an episode key or a feedback token can name any
     user, so each such bearer is counted separately and cannot use up the limits of others.
