@@ -157,7 +157,8 @@ class EpisodeStore:
         return ToolReply(status="failed", text=held.gone, gone=True)
 
     async def give_up_idle(self) -> None:
-        """Remove idle episodes, and then close their states, until cancelled. No request reaches a closing state."""
+        """Remove idle episodes, and then close their states, until cancelled. A state gets no request while it is being
+        closed."""
         while True:
             await asyncio.sleep(min(IDLE_CHECK_S, self._idle_s))
             now = time.monotonic()

@@ -33,8 +33,8 @@ FORMAT = b"PSN1"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BegunStep:
-    """A step that the simulator is executing. ``following`` [n]: state ids of the episodes that begin after ended
-    ones."""
+    """A step that the simulator is executing. ``following`` [n]: state id of the next episode in each environment, in
+    case the current episode ends."""
 
     request: StepRequest
     following: NDArray[np.int64]
@@ -64,7 +64,7 @@ class EnvPool:
         """Number of episodes that the simulator failed to begin or complete."""
 
     def reset(self, request: ResetRequest) -> ResetReply:
-        """Start new episodes; running ones are abandoned.
+        """Start new episodes; running episodes of these environments are abandoned.
 
         Raises:
             ProtocolError: environment ids or state ids are invalid.
@@ -235,8 +235,8 @@ class EnvPool:
         self.num_lost += len(env_ids)
 
     def _next_states(self, request: StepRequest, env_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the state ids of the episodes that begin after ended ones: those of the request, or the old ids plus
-        the number of environments."""
+        """Return the state ids of the episodes that begin after ended ones: those in the request, else the current ids
+        plus the number of environments."""
         if not len(request.next_state_ids):
             if request.auto_reset and self._restored_B[env_ids].any():
                 raise ProtocolError("next_state_ids: needed after a restore, because episodes may share a snapshot")

@@ -107,7 +107,8 @@ class EnvSession:
 
     @property
     def memory(self) -> ObservationMemory | None:
-        """Memory with the observations of the open session; None if replies with observations are small."""
+        """Memory that holds the observations of the open session; None if replies are small enough to carry the
+        observations."""
         assert self._simulator is not None
         return None if self._small else self._simulator.memory
 
@@ -144,13 +145,14 @@ class EnvSession:
         return reply
 
     def _fetch(self, data: bytes) -> bytes:
-        """Return a copy of the frame that a message refers to; a simulator may read actions after the frame is
-        freed."""
+        """Return a copy of the frame that a message refers to, because a simulator may read the actions after the frame
+        is freed."""
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
     async def _take(self, body: Numbered) -> None:
-        """Execute the next request, whose arrival means that the client has the previous reply."""
+        """Execute the next request and release the previous reply, which the client has received if it sends a next
+        request."""
         if body.seq != self._seq + 1:
             raise Conflict(f"request {body.seq} after request {self._seq}: a session answers them in order")
         frame = await self._execute(body)
@@ -158,7 +160,8 @@ class EnvSession:
         self._seq, self._frame = body.seq, frame
 
     async def _message(self) -> bytes:
-        """Return the reply to the last request. If no space is left to encode it, a repeated request tries again."""
+        """Return the reply to the last request. If no space is left to encode the reply, a repetition of the request
+        tries again."""
         if self._reply is None:
             pack = partial(self._mail.pack, self._frame, job=self.job)
             self._reply = await self._in_thread(pack) if is_large(self._frame) else pack()

@@ -70,7 +70,7 @@ class ToolSession:
         self._counts = {"calls": 0, "errors": 0, "failed": 0}
 
     async def run(self) -> None:
-        """Serve until drained or cancelled. While tools cannot be opened, each call gets this error as its reply."""
+        """Serve until drained or cancelled. While the tools cannot be opened, each call gets the error as its reply."""
         async with AsyncExitStack() as closing:
             if self._pool is not None:
                 closing.push_async_callback(self._pool.close)
@@ -113,8 +113,8 @@ class ToolSession:
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Execute a call once: a repeated request gets the first one's reply. A call that could not begin is tried
-        again."""
+        """Execute a call once: a repeated request gets the reply of the first request. A call that could not begin is
+        tried again."""
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
@@ -123,8 +123,8 @@ class ToolSession:
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
     def _remember(self, call: str, done: asyncio.Task[ToolReply], request: ToolRequest) -> None:
-        """Keep the reply of a stateless call for REMEMBER_S; drop an error, or a reply that its episode stores
-        itself."""
+        """Keep the reply of a stateless call for REMEMBER_S. Drop errors, and the replies of stateful calls, which
+        their episodes store."""
         if request.state is not None or done.cancelled() or done.exception() is not None:
             self._asked.pop(call, None)
         else:

@@ -29,7 +29,7 @@ _MAX_READ = 4 * (MAX_CONCURRENT + MAX_WAITING)
 
 
 class GradingService:
-    """Serves grading requests. Each runs in its own process, which is killed at the deadline."""
+    """Serves grading requests. Each request runs in its own process, which is killed at the deadline."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

@@ -128,8 +128,8 @@ class ScorerPool:
             await self._score_apart(request, left, sheet)
 
     async def _take(self) -> ScorerProcess | None:
-        """Take a slot; return its process, or None if no process lives in it. Raises TimeoutError if all slots stay
-        busy."""
+        """Take a slot; return its process, or None if the slot has no live process. Raises TimeoutError if all slots
+        stay busy."""
         if self._slots.empty():
             async with asyncio.timeout(_QUEUE_LIMIT_S):
                 process = await self._slots.get()
@@ -140,8 +140,8 @@ class ScorerPool:
     async def _run(
         self, process: ScorerProcess, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet
     ) -> Sequence[int] | None:
-        """Score the completions ``indices``, and store the results in ``sheet``; return the indices left to score if
-        the process fails, else None."""
+        """Score the completions ``indices`` and store the results in ``sheet``. If the process fails, return the
+        indices left to score, else None."""
         limit_s = self._config.timeout_s
         completions = [request.completions[i] for i in indices]
         process.submit(Score(request.prompt, completions, request.answer, row_for(request.row, indices)))

@@ -72,7 +72,7 @@ class RewardSession:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until drained or cancelled. While the scorers cannot be opened, every reply has this error."""
+        """Serve until drained or cancelled. While the scorers cannot be opened, every reply carries the error."""
         try:
             await self._pool.start()
             if self._pool.refused is not None:

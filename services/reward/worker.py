@@ -84,7 +84,7 @@ def _results(scorers: Named, request: Score) -> Iterator[Result]:
 
 
 def _column(name: str, scorer: GroupScorer, request: Score) -> Sequence[float | ScoringError]:
-    """Return the scores of one scorer for a whole group; its failure fails all completions."""
+    """Return the scores of one scorer for a whole group; if the scorer fails, all completions fail."""
     size = len(request.completions)
     try:
         scores = scorer.score_group(request.prompt, request.completions, request.answer, request.row)
@@ -99,7 +99,7 @@ def _column(name: str, scorer: GroupScorer, request: Score) -> Sequence[float | 
 def _score(
     scorers: Named, columns: Mapping[int, Sequence[float | ScoringError]], request: Score, index: int, started: float
 ) -> Result:
-    """Return the scores of one completion; the first scorer that fails, fails the completion."""
+    """Return the scores of one completion, or the error of the first scorer that fails."""
     scores: list[float] = []
     problem = ""
     for place, (name, scorer) in enumerate(scorers):

@@ -20,7 +20,7 @@ __all__ = ["Candidate"]
 
 
 class Candidate:
-    """Serves a candidate (a version not yet promoted) for held-out prompts and for live requests that try the version.
+    """Serves a candidate (a policy version before its promotion) for held-out prompts and canary requests.
 
     The constructor blocks while the model loads.
     """

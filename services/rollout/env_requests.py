@@ -1,4 +1,4 @@
-"""Requests of episodes to env workers: to any of them, or to the one that holds the episode's state."""
+"""Sends the requests of episodes to env workers: to any worker, or to the worker that holds the episode's state."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class EnvRequests:
         self._bus, self._job, self._limit_s, self._wait, self._done = bus, job, limit_s, wait, done
 
     async def ask(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
-        """Send a request to an env worker; return its reply. Errors become failed replies: no policy output ends the
-        session.
+        """Send a request to an env worker; return its reply. An error becomes a failed reply, so that no output of the
+        policy can end the session.
 
         Once an attempt finds no worker that responds, the clock is paused until the reply arrives.
 

@@ -48,7 +48,8 @@ def group_experts(samples: Sequence[Sample], num_prompt: int) -> NDArray[Any] | 
 
 
 def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:
-    """Return the engine requests of a ticket: (sampling parameters, number of completions), the greedy one last."""
+    """Return the engine requests of a ticket: (sampling parameters, number of completions). The greedy request is
+    last."""
     if ticket.purpose == "train" and isinstance(config, JobConfig):
         chosen, seed = config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)
         num_samples, greedy = config.algorithm.group_size, config.algorithm.greedy_baseline
@@ -147,7 +148,7 @@ def build_group(
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a row that a message can carry."""
+    """Return the fields of a row whose values a message can carry."""
     return {str(k): v for k, v in row.items() if isinstance(v, str | int | float | bool | list | dict | None)}
 
 

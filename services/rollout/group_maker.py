@@ -161,7 +161,8 @@ class GroupMaker:
         free: Callable[[], None],
         attempt: Attempt,
     ) -> list[Sample]:
-        """Generate and return the completions in order, with one request each, so that each frees its row when it ends.
+        """Generate the completions with one request each, so that each completion frees its row when it ends; return
+        them in order.
 
         The tokens equal the tokens of one request with n samples, in which sample i has the same seed.
         """
@@ -186,7 +187,8 @@ class GroupMaker:
         return await together(complete(place, request) for place, request in enumerate(requests))
 
     def _state_seed(self, ticket: Ticket) -> int:
-        """Return the state seed, equal for all episodes of a draw so that they begin alike."""
+        """Return the seed of the environment's state, equal for all episodes of a draw so that they begin in the same
+        state."""
         purpose = "environment" if ticket.purpose == "train" else "eval_environment"
         return derive_seed(self._config.seed, purpose, ticket.draw.ordinal, ticket.draw.n)
 

@@ -15,7 +15,8 @@ __all__ = ["HeldWeights", "WeightRing"]
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """Tensors of a published policy ``version`` by name: those of the adapter if only adapters are published."""
+    """Tensors of a published policy ``version`` by name: only the adapter's tensors if the job publishes only
+    adapters."""
 
     version: int
     tensors: Mapping[str, Tensor]

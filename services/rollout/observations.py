@@ -47,7 +47,7 @@ class ObservationWriter:
         return tokens + self._after
 
     def check(self, num_results: int) -> None:
-        """Raise ConfigError if the text around ``num_results`` results leaves no room for them."""
+        """Raise ConfigError if the text around ``num_results`` results leaves no room for the results."""
         if self._room(num_results) < 1:
             raise ConfigError(
                 f"environment.max_observation_tokens {self._max_tokens} leaves no room for {num_results} results: the "
@@ -56,7 +56,7 @@ class ObservationWriter:
             )
 
     def _room(self, num_results: int) -> int:
-        """Return the number of tokens for each result."""
+        """Return the maximum number of tokens of each result."""
         return (self._max_tokens - self._around(num_results)) // num_results
 
     def _around(self, num_results: int) -> int:

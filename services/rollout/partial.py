@@ -164,7 +164,7 @@ class PartialGroups:
         return True
 
     async def _save_last(self, attempt: Attempt) -> str:
-        """Save a group that this worker leaves unfinished; return a text for the log on what becomes of its tokens."""
+        """Save a group that this worker leaves unfinished; return a log text that states what becomes of its tokens."""
         num_tokens = sum(len(sample.token_ids) for sample in attempt.ended.values())
         while not await self.save([attempt], whole=True):
             if time.monotonic() + RETRY_S >= self._leave_by:

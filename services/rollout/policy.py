@@ -58,7 +58,7 @@ class _Referred:
 
 
 class PolicyFollower:
-    """Watches the job's manifest, or the one under ``key``, and loads each new version into the engine.
+    """Watches the weight manifest of the job, or that under ``key``, and loads each new policy version into the engine.
 
     Args:
         held: stores each version before the next one is served.
@@ -99,7 +99,8 @@ class PolicyFollower:
         """Error of the last attempt to stage a version; None if it was staged."""
 
     async def run(self) -> None:
-        """Follow manifests until cancelled. A version that cannot be staged is retried while the old one is served."""
+        """Follow manifests until cancelled. If a version cannot be staged, retry while the engine serves the old
+        version."""
         try:
             async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._key)) as entries:
                 async for entry in entries:
@@ -117,7 +118,7 @@ class PolicyFollower:
         self._receiver.close()
 
     async def _follow(self, manifest: WeightManifest) -> None:
-        """Load a manifest's version, or a newer one.
+        """Load the version of a manifest, with retries. A newer manifest that arrives meanwhile replaces ``manifest``.
 
         If its weights stay lost, ask the trainer to publish it again. If this worker can use no transport of the
         version, that hardly helps, and costs a job that trains an adapter a restart: then ask much more rarely.
@@ -142,7 +143,7 @@ class PolicyFollower:
         self._problem = None  # there is nothing left to load
 
     async def _changed_within(self, manifest: WeightManifest, seconds: float) -> WeightManifest:
-        """Return the newest manifest after ``seconds``, or as soon as it is not ``manifest`` any more."""
+        """Wait until another manifest replaces ``manifest``, but at most ``seconds``; return the newest manifest."""
         clock = asyncio.get_running_loop().time
         end, newest = clock() + seconds, manifest
         while newest == manifest and (left_s := end - clock()) > 0:
@@ -151,14 +152,15 @@ class PolicyFollower:
         return newest
 
     async def _update(self, manifest: WeightManifest) -> bool:
-        """Load the version of a manifest, or the newest one if ``updating`` had to wait; see ``_adopt``."""
+        """Load the version of a manifest, or the newest version if ``updating`` had to wait; see ``_adopt``."""
         async with self._updating(manifest.version, manifest.digest) as waited:
             if waited:
                 manifest = await self._newest(self._key) or manifest
             return await self._adopt(manifest)
 
     async def _request_again(self, manifest: WeightManifest) -> bool:
-        """Ask the trainer to publish the version again, because a later version may never come; True if it answers."""
+        """Ask the trainer to publish the version again, because there may be no later version; return True if the
+        trainer replies."""
         with contextlib.suppress(Unavailable):  # a starting trainer publishes it anyway
             data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
             await self._bus.request(subjects.lost_weights(self._job), data, deadline_s=ASK_DEADLINE_S)
@@ -212,7 +214,8 @@ class PolicyFollower:
         return False
 
     async def _take_route(self) -> None:
-        """Read the transport that the coordinator chose for this worker; without a choice all are tried in order."""
+        """Read the transport that the coordinator chose for this worker; without a choice, all transports are tried in
+        order."""
         with contextlib.suppress(Unavailable):
             entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
             if entry is not None and entry.value is not None:

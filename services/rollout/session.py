@@ -65,7 +65,8 @@ def score_requests(group: Group) -> list[ScoreRequest]:
 
 
 def joined(replies: Sequence[ScoreReply]) -> ScoreReply:
-    """Merge the score replies for parts of a group. A component that a reply lacks is 0 for the reply's completions."""
+    """Merge the score replies for parts of a group. If a reply lacks a score component, its completions get 0 for that
+    component."""
     names = dict.fromkeys(name for reply in replies for name in reply.parts)
     return ScoreReply(
         rewards=[reward for reply in replies for reward in reply.rewards],
@@ -99,7 +100,7 @@ class FixedPolicy:
         """Return at once: version 0 is available from the start."""
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
-        """Return at once: version 0 is the only one."""
+        """Return at once: version 0 is the only version."""
         assert wanted(0), f"an evaluation job has no {what}"
 
 

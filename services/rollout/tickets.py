@@ -33,7 +33,7 @@ LATE_PAUSE_S = 5.0
 
 
 class LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its answer, or continued without it
-    """Raised if the policy is past the version that a ticket requires; versions only rise."""
+    """Raised if the policy has moved past the version that a ticket requires; versions only rise."""
 
 
 class HandedOver(Exception):  # noqa: N818  no error: another worker goes on
@@ -97,7 +97,7 @@ class TicketTaker:
         return bool(self._holds)
 
     def is_repeated(self, key: str) -> bool:
-        """Return True if another worker may have begun the ticket in progress under ``key``."""
+        """Return True if another worker may already have begun the ticket in progress under ``key``."""
         return key in self._repeated
 
     def drain(self) -> None:
@@ -110,7 +110,7 @@ class TicketTaker:
             self._idle.pop().reschedule(now)
 
     def look_again(self) -> None:
-        """Signal that more room may be available."""
+        """Signal that there may be room for more tickets."""
         self._changed.set()
 
     def status(self, publisher: GroupPublisher) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class TicketTaker:
 
     @asynccontextmanager
     async def _until_drained(self) -> AsyncIterator[None]:
-        """Enclose a wait, which raises TimeoutError once ``drain`` is called."""
+        """Enclose a wait. Once ``drain`` is called, the wait raises TimeoutError."""
         async with asyncio.timeout(0.0 if self._draining else None) as wait:
             self._idle.add(wait)
             try:

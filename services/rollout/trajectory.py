@@ -1,4 +1,4 @@
-"""An episode in progress: the policy's tokens, and observations between them, which its mask excludes from training.
+"""An episode in progress: the policy's tokens, and observations between them, which the mask excludes from training.
 
 Token ids are only appended.
 
@@ -57,7 +57,8 @@ class Episode:
         return sum(self.mask)
 
     def say(self, sample: Sample, text: str) -> None:
-        """Append a turn of the policy. The observation before the turn is labelled with the version that read it."""
+        """Append a turn of the policy. The observation before the turn is labelled with the policy version that read
+        it."""
         self.finish = sample.finish
         self.num_turns += 1
         if not sample.token_ids:

@@ -52,7 +52,8 @@ class Checkpointing:
         self.seconds = 0.0
 
     def ask(self, reason: str) -> None:
-        """Request a checkpoint at the next step boundary. Ignored while another is written; callers must ask again."""
+        """Request a checkpoint at the next step boundary. Ignored while a checkpoint is being written; callers must ask
+        again."""
         if not self._busy:
             self._ask(reason)
 

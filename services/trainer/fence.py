@@ -12,7 +12,7 @@ class Fence:
         self.epoch = 0
 
     def lets_in(self, epoch: int) -> bool:
-        """Return True if ``epoch`` is not below the highest one seen. All lower epochs are refused from then on."""
+        """Return True if ``epoch`` is not below the highest epoch seen. All lower epochs are refused from then on."""
         if epoch < self.epoch:
             return False
         self.epoch = epoch

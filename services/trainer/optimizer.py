@@ -58,7 +58,8 @@ def _is_ours(name: str, value: Any) -> bool:
 
 
 def decayed_names(model: nn.Module) -> frozenset[str]:
-    """Return the names of the parameters with weight decay: matrices except embeddings (and a head tied to one)."""
+    """Return the names of the parameters with weight decay: matrices, except embeddings and heads tied to an
+    embedding."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return frozenset(n for n, p in model.named_parameters() if p.ndim >= 2 and id(p) not in embeddings)
 
@@ -98,7 +99,8 @@ class Optimizer:
         self._adam = _open([group for group in groups if group["params"]], config)
 
     def collect(self) -> None:
-        """Move the gradients of narrow parameters into their masters. Call it after each backward pass."""
+        """Move the gradients of parameters that are narrower than float32 into their float32 masters. Call this method
+        after each backward pass."""
         for name, master in self._masters.items():
             grad = self._params[name].grad
             if grad is not None:
@@ -154,7 +156,8 @@ class Optimizer:
         copy_into(self.tensors(), state, what="optimizer state")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all state tensors by name. They are live: callers copy into them."""
+        """Return all state tensors by name: the optimizer's own tensors, not copies, so that callers can copy into
+        them."""
         moments = {f"{kind}.{n}": v for n, p in self._trained.items() for kind, v in self._adam.state[p].items()}
         return moments | {f"master.{name}": master for name, master in self._masters.items()}
 

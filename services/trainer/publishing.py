@@ -68,7 +68,8 @@ class Publishing:
         await self._put(subjects.candidate_manifest(self._job) if self._gated else self._job, manifest)
 
     async def complete(self) -> None:
-        """Publish the announced version by the transports that failed before, and announce it again if that succeeds.
+        """Publish the announced version by the transports that failed before; if one succeeds, announce the version
+        again.
 
         Raises Fenced as ``announce``.
         """
@@ -95,13 +96,13 @@ class Publishing:
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
 
     async def stands(self, manifest: WeightManifest) -> bool:
-        """Return True if ``manifest`` is the current announcement and not a superseded one."""
+        """Return True if ``manifest`` is announced now, either for the served version or for the candidate."""
         keys = (self._job, subjects.candidate_manifest(self._job))
         known = [await self._known(key) for key in keys]
         return any(one is not None and one.created == manifest.created for one in known)
 
     async def _put(self, key: str, manifest: WeightManifest) -> None:
-        """Announce a manifest under ``key`` unless a later trainer has announced its own.
+        """Announce a manifest under ``key`` unless a later trainer has announced another manifest.
 
         Raises:
             Fenced: a later trainer has announced its own manifest.
@@ -130,7 +131,7 @@ class Publishing:
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Wait until no thread writes weights, then stop serving them. Later calls of ``publish`` fail.
+        """Wait until no thread writes weights, then stop serving weights. Later calls of ``publish`` fail.
 
         Published manifests stay on the bus.
         """
@@ -148,7 +149,7 @@ class Publishing:
 
     @property
     def transports(self) -> list[str]:
-        """Return the transports that this process can send by. The coordinator chooses from them."""
+        """Return the transports by which this process can send weights. The coordinator chooses from them."""
         settings = self._settings
         others = [way for way in ("tcp", settings.weight_collective) if way and settings.bulk_host]
         disk = ["disk"] if settings.weight_disk is not None else []
@@ -160,7 +161,7 @@ class Publishing:
         return () if self._publisher is None else self._publisher.devices
 
     async def _routes(self) -> WeightRoutes:
-        """Return the coordinator's choice of transports; empty if it has not chosen."""
+        """Return the coordinator's choice of transports; empty before the coordinator has chosen."""
         with contextlib.suppress(Unavailable):
             entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
             if entry is not None and entry.value is not None:
@@ -187,7 +188,8 @@ class Publishing:
         return self._written[self._job]
 
     def _complete(self, keep: WeightManifest | None) -> None:
-        """Write what transports lack, in a thread, and add it to the last manifests. The version ``keep`` stays."""
+        """Publish the last versions by the transports that failed before, and add these transports to the manifests.
+        Blocks; version ``keep`` stays available."""
         base = subjects.base_manifest(self._job)
         with self._writing:
             for key, publisher, kept in ((base, self._base_publisher, None), (self._job, self._publisher, keep)):

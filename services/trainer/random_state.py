@@ -19,7 +19,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the result of ``random_state``. If it has no GPU state, the GPU generator stays as it is."""
+    """Restore the result of ``random_state``. If ``state`` has no GPU state, the GPU generator stays as it is."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -227,7 +227,7 @@ class Replay:
 
 
 def _differences(written: list[Path], here: dict[str, str]) -> list[str]:
-    """Return the differences between environment ``here`` and those that wrote the checkpoints, without duplicates."""
+    """Return, without duplicates, how environment ``here`` differs from the environments that wrote the checkpoints."""
     found: dict[str, None] = {}
     for path in written:
         with contextlib.suppress(CheckpointError):  # a damaged manifest names no environment

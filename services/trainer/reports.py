@@ -68,7 +68,7 @@ class Reporter:
             return ack.data
 
     async def post(self, report: Report, then: Recorded | None = None) -> None:
-        """Queue a report. ``then`` is awaited once the report is in the ledger, before the next one is sent."""
+        """Queue a report. ``then`` is awaited once the report is in the ledger, before the next report is sent."""
         await self._queue.put((report, then))
 
     async def run(self) -> None:

@@ -31,7 +31,8 @@ def learning_rate(config: OptimizerConfig, update_index: int, total_updates: int
 
 
 def decay(schedule: Schedule, progress: float, min_ratio: float) -> float:
-    """Return the factor of the peak rate at ``progress`` (0 to 1) of the decay: from 1 down to ``min_ratio``."""
+    """Return the learning rate at ``progress`` (0 to 1) of the decay, as a fraction of the peak rate: 1 to
+    ``min_ratio``."""
     match schedule:
         case "constant":
             return 1.0

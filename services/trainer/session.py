@@ -331,8 +331,8 @@ class TrainerSession:
         return manifest
 
     async def _arrival(self, arrived: asyncio.Event) -> None:
-        """Wait for ``arrived`` and clear it. Meanwhile, complete a version that a transport lacks: no later one comes
-        if all workers wait for it."""
+        """Wait for ``arrived`` and clear it. Meanwhile, retry the transports that failed for the newest version: if all
+        workers wait for this version, no later one comes."""
         while not arrived.is_set():
             try:
                 async with asyncio.timeout(COMPLETE_S if self._publishing.problem is not None else None):
@@ -390,7 +390,8 @@ class TrainerSession:
         )  # fmt: skip
 
     async def _halt(self, manifest: BatchManifest, error: NonFiniteStep) -> None:
-        """Ask the coordinator to pause the job, and wait until it is resumed. The batch is then trained from its start.
+        """Ask the coordinator to pause the job, and wait until the job is resumed. The batch is then trained from its
+        start.
 
         Raises:
             Fenced: steps of the batch were already made, so the session must start over from a checkpoint.

@@ -53,7 +53,7 @@ class Start:
         await self._publishing.announce(manifest)
 
     async def restore(self, start: dict[str, Any]) -> None:
-        """Load a checkpoint and repeat everything that was trained after it.
+        """Load a checkpoint and repeat the updates that were made after it.
 
         Args:
             start: the coordinator's reply to `hello`.
@@ -76,7 +76,8 @@ class Start:
         await self._publishing.announce(manifest)
 
     async def _load(self, start: dict[str, Any]) -> int:
-        """Load the checkpoint in ``start``, or the newest readable one before it. Return the number of the loaded one.
+        """Load the checkpoint in ``start``, or the newest readable one before it. Return the number of the loaded
+        checkpoint.
 
         If a user asked for a rollback to an unreadable checkpoint, the coordinator drops the rollback, and this raises
         Fenced.

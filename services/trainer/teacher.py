@@ -25,7 +25,7 @@ __all__ = ["Teacher", "open_teacher"]
 
 
 class Teacher(Protocol):
-    """Scores tokens. It is never trained and is not part of a checkpoint, which records only its path and digest.
+    """Model that scores tokens. A teacher is never trained; a checkpoint holds only the teacher's path and digest.
 
     On several ranks ``score`` is a collective: all ranks call it equally often.
     """

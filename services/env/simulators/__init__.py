@@ -75,7 +75,8 @@ MAX_ENVS = 4096
 
 
 def interpreter_of(backend: str, sims_dir: Path) -> str:
-    """Return the Python of a backend: the one that ``penstock sims install`` created, else the env service's own."""
+    """Return the Python interpreter of a backend: the one that ``penstock sims install`` created, else the env
+    service's own."""
     own = sims_dir / backend
     return str(own / "bin" / "python") if (own / INSTALLED).exists() else sys.executable
 

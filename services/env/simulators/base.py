@@ -1,4 +1,5 @@
-"""Interface between the env service and the B environments of a session, which it steps by chunks of actions."""
+"""Interface between the env service and the B environments of a session, which the service steps by chunks of
+actions."""
 
 from __future__ import annotations
 
@@ -120,8 +121,8 @@ class Simulator(Protocol):
         """Shapes, dtypes and bounds of observations and actions."""
 
     def described(self) -> EnvSpec:
-        """Return ``spec`` after the episodes so far: ``has_success`` is True once a step has reported success or its
-        lack."""
+        """Return ``spec`` after the episodes so far: ``has_success`` is True once a step has reported whether it
+        succeeded."""
 
     @property
     def memory(self) -> ObservationMemory:
@@ -137,7 +138,8 @@ class Simulator(Protocol):
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
-        """Execute ``actions`` [n, C, ...], C per environment, in ``env_ids`` [n]; each stops when its episode ends.
+        """Execute ``actions`` [n, C, ...], C in each environment of ``env_ids`` [n]; an environment stops when its
+        episode ends.
 
         No other environment moves. The caller has checked that no episode of ``env_ids`` has ended, and that the
         actions match ``spec``. After an episode ends, the environment starts the episode of its ``next_state_ids`` [n];
@@ -159,7 +161,7 @@ class Simulator(Protocol):
         """
 
     def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:
-        """Continue episodes from ``snapshots`` in ``env_ids`` [n]; another session or process may have stored them.
+        """Continue episodes in ``env_ids`` [n] from ``snapshots``, which another session or process may have made.
 
         Equal actions then give equal observations, rewards, ends and states, bit for bit.
 

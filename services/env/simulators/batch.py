@@ -171,7 +171,7 @@ class Row:
         return self._batch.state(self._env)
 
     def snapshot(self) -> Values:
-        """Return what determines the rest of the episode."""
+        """Return the values that determine the rest of the episode."""
         return self._batch.snapshot(self._env)
 
     def restore(self, values: Values) -> None:

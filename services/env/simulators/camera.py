@@ -69,7 +69,7 @@ class Pictured:
         return {**self._inner.spec, "observations": self._observed}
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin an episode. Copies of its first frame replace the missing earlier ones."""
+        """Begin an episode. Copies of its first frame stand in for the earlier frames of the image."""
         observations = self._inner.reset(state_id)
         self.task = self._inner.task
         self._frames.extend([self._picture()] * (self._frames.maxlen or 1))
@@ -258,7 +258,7 @@ class Filmed:
 
 
 def choose_renderer() -> None:
-    """Set MUJOCO_GL to a renderer of the GPU, or else of the CPU, unless it is set already."""
+    """Set MUJOCO_GL, unless it is set already, to a renderer on the GPU if there is one, else on the CPU."""
     if "MUJOCO_GL" in os.environ:
         return
     if Path("/dev/nvidia0").exists() and ctypes.util.find_library("EGL"):

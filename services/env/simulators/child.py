@@ -104,7 +104,7 @@ class Channel:
 
 
 def holds_message(connection: socket.socket) -> bool:
-    """Return True if a whole message can be read without waiting, and False if not, or if the other end is closed."""
+    """Return True if a whole message can be read without waiting, else False, also if the connection is lost."""
     try:
         sizes = connection.recv(LENGTHS.size, socket.MSG_PEEK)
         (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
@@ -181,7 +181,8 @@ def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
 
 
 def _rebuilt(node: Any, arrays: list[NDArray[Any] | None]) -> Any:
-    """Return what ``_plain`` encoded; each array has its own memory. Raises ValueError if an index occurs twice."""
+    """Return the value that ``_plain`` encoded; each array has its own memory. Raises ValueError if an index occurs
+    twice."""
     if isinstance(node, list):
         return [_rebuilt(value, arrays) for value in node]
     if not isinstance(node, dict):
@@ -323,8 +324,8 @@ class Host:
         return 0, ""
 
     def _step(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Execute a chunk of actions in each environment; if an episode ends, begin the next one if that is
-        requested."""
+        """Execute a chunk of actions in each environment. Where an episode ends, begin the next one if the request has
+        its state id."""
         env_ids, actions, next_state_ids = arrays
         n, C = actions.shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.full(n, C, np.int32)
@@ -508,7 +509,8 @@ def plain_make(adapter: ModuleType) -> Callable[[str, Message], Environment]:
 
 
 def open_host(backend: str, request: Message) -> Host:
-    """Create the environments of a request, in one object if the adapter offers that for its options."""
+    """Create the environments of a request, all in one object if the adapter's ``make_batch`` returns one for the
+    options."""
     env_id, options, num_envs = request["env_id"], request["options"], request["num_envs"]
     about = {name: request[name] for name in ("env_id", "options", "picture")}
     if request["camera"] or request["picture"] is not None:

@@ -37,7 +37,8 @@ BatchOutcome = tuple[
 
 
 class Environment(Protocol):
-    """One environment. Each adapter in ``backends`` implements it, and returns one from ``make(env_id, options)``."""
+    """One environment. Each adapter in ``backends`` implements this protocol; its ``make(env_id, options)`` returns an
+    instance."""
 
     spec: Message
     """Properties: ``observations``, name -> (shape, dtype); ``action``, (shape, dtype); ``num_actions`` or None;
@@ -81,7 +82,7 @@ class Filmable(Restorable, Protocol):
 
 
 class BatchedEnvironment(Protocol):
-    """N environments in one object, with the numbers 0 to N - 1. ``env_ids`` [n] are different numbers."""
+    """N environments in one object, numbered from 0 to N - 1. The numbers in ``env_ids`` [n] are distinct."""
 
     spec: Message
     """Properties of each environment, as in ``Environment``."""

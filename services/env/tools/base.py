@@ -8,7 +8,7 @@ __all__ = ["CallError", "Tool"]
 
 
 class CallError(Exception):
-    """Raised for a wrong call; the policy reads its text."""
+    """Raised for an invalid tool call; the policy reads the text of the error."""
 
 
 class Tool(Protocol):

@@ -45,7 +45,7 @@ class Calculator:
 
 
 def evaluate(expression: str) -> Fraction:
-    """Return the exact value; blanks, commas and dollar signs are ignored.
+    """Return the exact value of an arithmetic expression; blanks, commas and dollar signs are ignored.
 
     Raises:
         CallError: the text is not an expression, divides by zero, or is too large.

@@ -17,7 +17,7 @@ class Function:
     """Calls ``function(**arguments)``."""
 
     def __init__(self, config: FunctionTool) -> None:
-        """Import the function, which runs user code. Raises ToolError if it cannot be imported."""
+        """Import the function; the import runs user code. Raises ToolError if the import fails."""
         self._function = import_named(config.path, what="tool function", beside="env", error=ToolError)
 
     def call(self, arguments: dict[str, Any]) -> str:

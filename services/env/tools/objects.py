@@ -15,7 +15,7 @@ __all__ = ["Method", "Objects", "load_classes"]
 
 
 def load_classes(configs: Iterable[MethodTool]) -> dict[str, Any]:
-    """Import the classes of the tools, which runs user code, and return them by path.
+    """Import the classes of the tools, and return them by path; the imports run user code.
 
     Raises:
         ToolError: a class cannot be imported, is not a class, or lacks a method.

@@ -31,7 +31,7 @@ class ToolPool:
         """Start (Unix seconds) and reason of the current failure to open tools; None if there is none."""
 
     async def start(self) -> None:
-        """Open the first process, so that a failure to open tools shows early, in ``refused``."""
+        """Open the first process early, so that ``refused`` holds the error if the tools cannot be opened."""
         if not self._tools:
             return
         try:

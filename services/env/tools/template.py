@@ -41,7 +41,7 @@ class ObjectTemplate:
         """Start (Unix seconds) and reason of the current failure to open tools; None if there is none."""
 
     async def start(self) -> None:
-        """Open the tools, so that a failure shows early, in ``refused``."""
+        """Open the tools early, so that ``refused`` holds the error if they cannot be opened."""
         async with self._lock:
             with contextlib.suppress(ToolError):
                 await self._open()
@@ -127,7 +127,8 @@ class _Forker:
 
     @property
     def alive(self) -> bool:
-        """True if the process can serve requests. If it dies, this is False before its children are killed."""
+        """True if the process can serve requests. Becomes False when the process dies, before its children are
+        killed."""
         return not self._broken and self._is_running()
 
     def _is_running(self) -> bool:
@@ -159,7 +160,8 @@ class _Forker:
         return self
 
     async def fork(self) -> ToolProcess:
-        """Fork a child. Raises ToolError if that fails; if the forking process has died, ``alive`` is False then."""
+        """Fork a child. Raises ToolError on failure; if the forking process has died, ``alive`` is already False
+        then."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)

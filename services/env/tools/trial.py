@@ -61,7 +61,8 @@ def _function(config: FunctionTool) -> Function:
 
 
 def _class(config: MethodTool) -> dict[str, Any]:
-    """Return ``{path: class}``. Raises ToolError if the class or the method does not take the arguments it will get."""
+    """Return ``{path: class}``. Raises ToolError if the class or the method does not accept the arguments of an
+    episode."""
     found = load_classes([config])
     made, name = found[config.path], config.method or config.name
     check_call(made, f"the class '{shown_name(config.path)}'", "seed, row", ToolError, seed=0, row={})
@@ -71,8 +72,8 @@ def _class(config: MethodTool) -> dict[str, Any]:
 
 
 def _check(function: Callable[..., Any], config: FunctionTool | MethodTool, what: str, *own: object) -> None:
-    """Check that ``function`` takes all arguments of the schema, and only the required ones, each time after
-    ``own``."""
+    """Check that ``function`` accepts ``own`` followed by all arguments of the schema, and ``own`` followed by only the
+    required ones."""
     schema = config.parameters
     for names in (schema.get("properties", {}), schema.get("required", [])):
         check_call(function, what, ", ".join(names), ToolError, *own, **dict.fromkeys(names))
@@ -123,7 +124,8 @@ def _answer(tool: Tool, arguments: dict[str, Any]) -> None:
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
-    """Return an example value for a JSON schema: the first that the schema gives, or a simple value of its type."""
+    """Return an example value for a JSON schema: the first value that the schema gives, or a simple value of its
+    type."""
     given = [
         *(schema.get("examples") or ()),
         *(schema[key] for key in ("example", "const", "default") if key in schema),

@@ -38,7 +38,8 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """Connection to the env service. A separate thread reads it, and so notices at once when it closes."""
+    """Connection to the env service. A separate thread reads the messages, and so notices at once when the connection
+    closes."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -107,7 +108,8 @@ class Episode:
         self._known.append(comparable(message))
 
     def give_up(self) -> None:
-        """Cancel everything that waits in the episode, because the env service dropped it."""
+        """Cancel the episode's task and its request for a turn of the policy, because the env service dropped the
+        episode."""
         if self.task is not None:
             self.task.cancel()
         if self.turn is not None and not self.turn.done():
@@ -295,7 +297,7 @@ async def open_server(host: Host) -> tuple[Any, str]:
 
 
 def open_environment(spec: Message) -> tuple[Any, Any]:
-    """Return the library and the environment that ``spec`` configures. Their exceptions propagate."""
+    """Return the library and the environment that ``spec`` configures. Exceptions of the library propagate."""
     import verifiers.v1 as vf
 
     import_harness(Path(__file__).with_name("penstock_chat.py"))
@@ -309,7 +311,7 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """Return an agent's config; by default, its harness is that of Penstock and its runtime is a subprocess."""
+    """Return an agent's config; by default, the harness is Penstock's and the runtime is a subprocess."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:

@@ -37,7 +37,7 @@ OPENING = "environment.env"
 
 class VerifiersHost:
     """Creates episodes of one job. If the verifiers process dies, its episodes are lost; the next episode starts a new
-    one."""
+    process."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         self._config = config
@@ -48,7 +48,7 @@ class VerifiersHost:
         """Start (Unix seconds) and reason of the current failure to open the environment; None if there is none."""
 
     async def start(self) -> None:
-        """Open the environment, so that a failure shows early, in ``refused``."""
+        """Open the environment early, so that ``refused`` holds the error if it cannot be opened."""
         with contextlib.suppress(ToolError):
             await self._open()
 

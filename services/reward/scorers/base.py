@@ -47,7 +47,7 @@ class GroupScorer(Protocol):
 
 @runtime_checkable
 class Described(Protocol):
-    """Scorer that describes itself once it is open: a digest, a mechanism, an address."""
+    """Scorer that describes itself once it is open, for example by a digest, a mechanism or an address."""
 
     @property
     def about(self) -> str:
@@ -63,7 +63,7 @@ class Closable(Protocol):
 
 
 def need_answer(answer: str | None, scorer: str) -> str:
-    """Return ``answer``, the reference answer that ``scorer`` needs, if there is one.
+    """Return the reference answer ``answer``, which the scorer named ``scorer`` needs.
 
     Raises:
         ScoringError: the data has no reference answer.

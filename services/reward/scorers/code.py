@@ -105,7 +105,8 @@ class Code:
         )
 
     def _passes(self, program: str, test: StreamTest, deadline: float) -> bool:
-        """Return True if a separate run of the program prints the output that ``test`` expects, which it cannot see."""
+        """Return True if a separate run of the program, which cannot see the expected output of ``test``, prints this
+        output."""
         if time.monotonic() >= deadline:
             return False
         outcome = self._sandbox.run(Job(program, [], ""), test.stdin, _left(deadline))
@@ -134,7 +135,7 @@ def equal_values(found: Any, wanted: Any) -> bool:
 
 
 def builtins_tested(statements: Sequence[str]) -> list[str]:
-    """Return ``[name]`` if ``statements`` use no other name than one builtin name, which they test; else [].
+    """Return ``[name]`` if a single builtin is the only name that ``statements`` use, so that they test it; else [].
 
     ``assert sum(10, 15) == 6`` tests the program's ``sum``, because the statement uses nothing else of the program. If
     statements use other names, their builtins stay Python's: otherwise a program could replace ``all``.

@@ -124,7 +124,7 @@ class Endpoint:
         raise ScoringError(text)
 
     async def _sent(self, call: Call) -> AbstractAsyncContextManager[httpx.Response]:
-        """Prepare the request, to an address that was checked. Raises Unavailable if the address is not permitted."""
+        """Prepare the request after a check of its address. Raises Unavailable if the address is not permitted."""
         if self._private:
             return self._client.stream("POST", self._url, content=call.body, headers=call.headers)
         target, netloc, name = await pinned(httpx.URL(self._url), private=False, setting="PENSTOCK_SCORER_PRIVATE")

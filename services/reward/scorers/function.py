@@ -15,7 +15,7 @@ class Function:
     """Calls ``function(prompt, completion, answer, row, **args)``."""
 
     def __init__(self, config: FunctionScorer) -> None:
-        """Import the function, which runs user code. Raises ScoringError if the import or a check of arguments
+        """Import the function; the import runs user code. Raises ScoringError if the import or a check of arguments
         fails."""
         self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args

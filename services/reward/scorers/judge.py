@@ -69,7 +69,7 @@ class ReplyCache:
         return found
 
     def add(self, replies: Mapping[str, str]) -> None:
-        """Cache replies. The least recently used ones in memory are dropped first."""
+        """Cache replies. In memory, the least recently used replies are dropped first."""
         self._remember(replies)
         if replies and self._client is not None and time.monotonic() >= self._closed_until:
             try:

@@ -37,13 +37,13 @@ def fuzzy_match(text: str, reference: str) -> float:
 
 
 def rouge_n(words: Sequence[str], wanted: Sequence[str], order: int) -> float:
-    """Return the F1 of the common runs of ``order`` words (Lin 2004, ROUGE-N)."""
+    """Return ROUGE-N: the F1 of the common n-grams of ``order`` words (Lin 2004)."""
     ours, theirs = _runs(words, order), _runs(wanted, order)
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
 def rouge_l(words: Sequence[str], wanted: Sequence[str]) -> float:
-    """Return the F1 of the longest common subsequence of words (Lin 2004, ROUGE-L)."""
+    """Return ROUGE-L: the F1 of the longest common subsequence of words (Lin 2004)."""
     return _f1(common_length(words, wanted), len(words), len(wanted))
 
 
@@ -66,7 +66,8 @@ def bleu(words: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def gleu(words: Sequence[str], wanted: Sequence[str]) -> float:
-    """Return the lower of precision and recall of runs of 1 to 4 words (Wu et al. 2016, arXiv 1609.08144, § 5.2)."""
+    """Return GLEU: the lower of precision and recall of n-grams of 1 to 4 words (Wu et al. 2016, arXiv 1609.08144, §
+    5.2)."""
     orders = range(1, MAX_ORDER + 1)
     ours, theirs = ([_runs(some, order) for order in orders] for some in (words, wanted))
     hits = sum((one & other).total() for one, other in zip(ours, theirs, strict=True))

@@ -32,7 +32,8 @@ class Asking:
 
     @property
     def oldest(self) -> tuple[float, str, str] | None:
-        """The longest wait: its start (Unix seconds), what the work waits for, and the subject; None without waits."""
+        """The longest wait: its start (Unix seconds), what the work waits for, and the bus subject; None if nothing
+        waits."""
         return min(self._waits.values(), default=None)
 
     async def ask(self, subject: str, data: bytes, key: str, what: str) -> bytes:

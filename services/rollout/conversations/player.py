@@ -1,4 +1,4 @@
-"""Episodes led by their environment: it sends messages, the policy responds, and the environment ends the episode."""
+"""Episodes led by the environment, which sends messages to the policy and ends the episode."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """Return ``prompt`` with the text and tokens of the environment's own prompt; unchanged if it gave none.
+    """Return ``prompt`` with text and token ids of the environment's prompt; unchanged if the environment gave none.
 
     The trajectories of a group share one prompt: that of the first episode that got one. Mark each episode that got
     another prompt as failed.

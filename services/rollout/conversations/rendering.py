@@ -43,7 +43,7 @@ class Renderer:
         self.digest = digest.hexdigest()
 
     def prompts(self, request: InferenceRequest) -> list[Prompt]:
-        """Return the prompts of a request; a chat has one.
+        """Return the prompts of a request; a chat request has exactly one prompt.
 
         Raises:
             ConfigError: the template rejects the messages, or a prompt is empty.
@@ -73,7 +73,7 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of the chat that ``text`` renders. Raises ConfigError as ``text`` does."""
+        """Render a chat with ``text`` and return its token ids. Raises ConfigError as ``text`` does."""
         return self.encode(self.text(messages, tools=tools, template_args=template_args))
 
     def encode(self, text: str) -> list[int]:

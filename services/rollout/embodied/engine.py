@@ -78,7 +78,7 @@ class PolicyEngine:
             return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
 
     async def copy(self) -> PolicyEngine:
-        """Return a new engine with a copy of the current policy. It is never updated, and needs no ``close``."""
+        """Return a new engine with a copy of the current policy. The copy is never updated, and needs no ``close``."""
         async with self._lock:
             other = PolicyEngine(copy.deepcopy(self._policy), device=self._device)
             other._served.version, other._served.digest = self._served.version, self._served.digest

@@ -59,7 +59,8 @@ class Record:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One episode of a ticket. Ends with a record, as lost, or as superseded if another version replaced its own.
+    """One episode of a ticket. The episode ends with a record, as lost, or as superseded: another policy version
+    replaced the version that the episode requires.
 
     Attributes:
         noise: noise of its actions; None: it takes the mean of the policy.
@@ -151,7 +152,7 @@ def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[st
 
 
 def _unequal_starts(records: Sequence[Record]) -> str:
-    """Return why the episodes do not begin in the same state; '' if they do. The text has ``{}`` for the reset id."""
+    """Return an error text if the episodes began in different states, else ''. The text has ``{}`` for the reset id."""
     starts = {record.state_hash for record in records}
     if len(starts) == 1:
         return ""

@@ -121,7 +121,8 @@ def _video(shot: Shot, **facts: Any) -> Video:
 
 
 async def _play(client: EnvClient, shot: Shot) -> Video:
-    """Play the episode with the policy's mean; return its video. Raises PenstockError if the simulator fails."""
+    """Play the episode with the policy's mean actions; return its video. Raises PenstockError if the simulator
+    fails."""
     sim = shot.config.held_out_simulator
     limit_s = sim.step_limit_s + MARGIN_S
     env_ids, total, steps = np.zeros(1, np.int32), 0.0, 0

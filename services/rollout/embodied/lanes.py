@@ -158,7 +158,7 @@ class Lanes:
         return executed
 
     def limits(self, rows: Rows) -> NDArray[np.int64]:
-        """Return how many actions of its decision each lane may still execute before the horizon, [n]."""
+        """Return, for each lane, how many actions of its decision it can execute before the horizon, [n]."""
         return np.minimum(self._chunk, self._horizon - self._times_B[rows] * self._chunk)
 
     def stepped(self, rows: Rows, reply: StepReply) -> None:

@@ -192,7 +192,7 @@ class EmbodiedSession:
     async def _play(
         self, ticket: Ticket, key: str, episodes: list[Episode], queue: EpisodeQueue, *, oldest: int
     ) -> None:
-        """Play all episodes and return once they have ended. On cancellation, they are marked unwanted."""
+        """Play all episodes and return once they have ended. A cancellation marks the episodes as unwanted."""
         assert self._policy is not None
         ended, left = asyncio.Event(), len(episodes)
         self._unfinished += left

@@ -44,7 +44,7 @@ TELL_AFTER_S = 1.0
 
 
 class SimulatorSession:
-    """Plays episodes in its lanes, as many at once as it has environments."""
+    """Plays episodes in the environments of one session, one episode in each environment at a time."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ def open_engine(
     digest: str = "",
     rollout: AnyRollout | None = None,
 ) -> Engine:
-    """Load a model and return an engine of this process that owns it; blocks meanwhile.
+    """Load a model and return an engine in this process that owns the model. Blocks while the model loads.
 
     Args:
         max_running: maximum number of sequences decoded at once.
@@ -178,7 +178,8 @@ def _open_adapter(
 
 
 def _adapter_of(options: VllmConfig | VllmServerConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
-    """Return the adapter class. It is imported lazily: most workers lack the packages of external engines."""
+    """Import and return the adapter class. The import is lazy, because most workers lack the packages of external
+    engines."""
     if isinstance(options, VllmConfig):
         from penstock.services.rollout.engines.vllm.engine import VllmEngine
 

@@ -206,7 +206,8 @@ class EngineAdapter(ABC, Generic[S, C]):
         await asyncio.get_running_loop().run_in_executor(self._staging, self._drop)
 
     async def _check_fetched(self, version: int) -> None:
-        """Raise WeightsError if the fetched version is no longer intact; called before and after it is loaded."""
+        """Raise WeightsError if the fetched version is no longer intact; called before and after the engine loads the
+        version."""
         if self._fetched is not None and not self._fetched.intact():
             raise WeightsError(f"the memory of version {version} was overwritten before it was loaded")
 

@@ -75,7 +75,7 @@ class Updatable(Protocol):
         ...
 
     async def commit_update(self) -> float:
-        """Serve the staged weights from the next token boundary on and drop every cache computed with older ones.
+        """Serve the staged weights from the next token boundary on, and drop every cache computed with older weights.
 
         Returns:
             Seconds for which decoding was stopped.
@@ -97,7 +97,7 @@ class Updatable(Protocol):
 
 
 class UpdatableByReference(Updatable, Protocol):
-    """Engine whose own processes open the versions: ``caps.staging`` is 'reference'.
+    """Engine whose own processes open the weights of a version: ``caps.staging`` is 'reference'.
 
     ``load_chunk`` is not called: ``begin_update`` and ``commit_update`` use the version that was staged last.
     """

@@ -51,7 +51,7 @@ class Completion:
 
     @property
     def num_begun(self) -> int:
-        """Number of tokens in ``begun``; 0 without it."""
+        """Number of tokens in ``begun``; 0 if ``begun`` is None."""
         return len(self.begun.token_ids) if self.begun is not None else 0
 
     def adopt(self, version: int, weights: str, num_output: int) -> None:

@@ -66,7 +66,8 @@ def _schema(text: str) -> str:
 
 
 class Followed(Protocol):
-    """Methods of ``llguidance.LLMatcher`` that this module calls. They do not raise; errors set a permanent state."""
+    """Methods of ``llguidance.LLMatcher`` that this module calls. The methods do not raise; errors set a permanent
+    state."""
 
     def compute_bitmask(self) -> bytes:
         """Return a bit mask over the vocabulary: 1 for each token that may follow."""

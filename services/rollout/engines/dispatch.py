@@ -101,7 +101,7 @@ class Dispatch(Generic[S]):
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition is true; it is checked again after each change of state."""
+        """Wait until the condition is true; the condition is checked again after each change of state."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -144,7 +144,7 @@ class Dispatch(Generic[S]):
         return samples
 
     async def end_started(self) -> None:
-        """End the open requests of which a completion was already passed to the engine."""
+        """End every open request with at least one completion that was passed to the engine."""
         await self.end(self._requests.started())
 
     async def drained(self) -> None:

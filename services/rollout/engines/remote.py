@@ -39,7 +39,8 @@ class Written:
     """True once its last token is recorded; the engine may still report how it ended."""
 
     def add(self, token_id: int, logprob: float, label: str, top: Likely) -> Token:
-        """Record a token sampled with the weights of this label; ``top`` is kept if the completion requests it."""
+        """Record a token sampled with the weights of this label; keep ``top`` if the completion requests top
+        log-probs."""
         completion = self.completion
         version, _, weights = label.partition(":")
         if not completion.starts or completion.starts[-1][:2] != (int(version), weights):

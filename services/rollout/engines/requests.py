@@ -58,7 +58,7 @@ def _check_begun(request: GenRequest, begun: Sample) -> None:
 
 
 def rest_of(request: GenRequest) -> GenRequest:
-    """Return the request for the rest of a begun completion, whose begun tokens become a part of the prompt.
+    """Return the request for the remaining tokens of a begun completion; the begun tokens become part of the prompt.
 
     The token limits count only the rest, and the seed is a new one. A server draws random numbers from the seed and the
     index of an output token: with the old seed, the rest would get the random numbers of the begun tokens again.
@@ -101,11 +101,11 @@ class Requests:
 
     @property
     def following(self) -> Completion | None:
-        """First completion in the queue."""
+        """First completion in the queue; None if the queue is empty."""
         return self._queue[0] if self._queue else None
 
     def started(self) -> set[int]:
-        """Return the serial numbers of open requests of which at least one completion was taken into the batch."""
+        """Return the serial numbers of open requests with at least one completion that was taken into the batch."""
         return {serial for serial, request in self._open.items() if request.started}
 
     def chosen(self, request_ids: Collection[str] | None) -> set[int]:
@@ -151,7 +151,7 @@ class Requests:
         return serial, answer
 
     def waits_started(self) -> bool:
-        """Return True if a queued completion belongs to a request that already had one in the batch."""
+        """Return True if the queue holds a completion of a request in ``started``."""
         return any(self._open[completion.request].started for completion in self._queue)
 
     def take(self, room: int, *, only_started: bool) -> list[Completion]:
@@ -174,7 +174,8 @@ class Requests:
         return chosen
 
     def deliver(self, tokens: Iterable[tuple[int, Token]]) -> None:
-        """Call the listeners with new tokens, each given with the serial number of its request."""
+        """Pass new tokens to the listeners of their requests; each token comes with the serial number of its
+        request."""
         for serial, token in tokens:
             request = self._open.get(serial)
             if request is not None and request.on_token is not None:
@@ -200,12 +201,12 @@ class Requests:
         self.finish(finished(completion, [], [], "abort") for completion in waiting)
 
     def forget(self, request: int) -> None:
-        """Drop a cancelled request and its queued completions; the caller must evict those in the batch."""
+        """Drop a cancelled request and its queued completions; the caller must evict its completions in the batch."""
         self._close(request)
         self._queue = deque(c for c in self._queue if c.request != request)
 
     def refuse(self, request: int, error: Exception) -> None:
-        """Fail one request and drop its queued completions; results of those in the batch are ignored."""
+        """Fail one request and drop its queued completions; results of its completions in the batch are ignored."""
         found = self._open.get(request)
         self.forget(request)
         if found is not None and not found.answer.done():

@@ -21,7 +21,7 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(eq=False)
 class Choice:
-    """Choice ``index`` of ``request``. ``stop_tokens`` end it and are not part of its text.
+    """Choice ``index`` of ``request``. ``stop_tokens`` end the choice and are not part of its text.
 
     ``sampling`` is the client's sampling merged with the job's defaults. Output tokens come from one engine
     request, or from several in sequence if an engine was interrupted.
@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        """True once an interrupted choice contains a stop string, because engines miss one that spans the
+        """True once an interrupted choice contains a stop string: engines do not find a stop string that spans the
         interruption."""
         return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
 
@@ -89,13 +89,14 @@ class Choice:
         return [*self.prompt_ids, *self.token_ids], sampling
 
     def push(self, token: Token) -> Chunk:
-        """Add a token that is not the last one; return its chunk."""
+        """Add a token other than the last one, and return its chunk."""
         self._add([token.token_id], [token.logprob], token)
         self._top.append(token.top)
         return self._chunk(*self._read_one_by_one(self.token_ids[self._num_sent :]))
 
     def take(self, sample: Sample, before: int) -> None:
-        """Add unpushed tokens of a finished engine request; the request began after ``before`` output tokens."""
+        """Add the tokens of a finished engine request that were not pushed; the request began after ``before`` output
+        tokens."""
         for span in sample.spans:
             start = max(span.start, len(self.token_ids) - before)
             if start < span.end:

@@ -79,7 +79,8 @@ class Outbox:
 
 
 def messages_of(chunks: Chunks) -> list[bytes]:
-    """Encode chunks as one message, or as several if it would be too large (top log-probs make answers long)."""
+    """Encode chunks as one message, or as several if one message would be too large (top log-probs make answers
+    long)."""
     data = pack(chunks)
     if len(data) <= MAX_INLINE_BYTES:
         return [data]

@@ -296,7 +296,8 @@ class InferenceServer:
         return live
 
     def _engine_for(self, request: InferenceRequest) -> Engine:
-        """Return the engine with the requested version; if this worker does not have it, the serving engine."""
+        """Return the candidate's engine if the request asks for the candidate's version and this worker has it, else
+        the serving engine."""
         if request.canary < 0:
             return self.engine
         candidate = self.candidate

@@ -58,7 +58,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendState:
-    """Complete state of one model that the next update depends on: flat named tensors on the CPU.
+    """Everything about one model that its next update depends on: named tensors on the CPU, files and environment.
 
     Attributes:
         weights: parameters by Hugging Face name, tied ones once. With an adapter: the frozen base weights, or empty if
@@ -82,7 +82,7 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """Complete state that the next update depends on.
+    """Everything that a learner's next update depends on: its models and the state of its update rule.
 
     Attributes:
         models: state of each trained model by role; `policy` is always present.
@@ -157,7 +157,8 @@ class Backend(Protocol):
         """
 
     def layout(self) -> TensorLayout:
-        """Return the layout of the whole weights in the order of ``weights``, tied ones once; equal on every rank."""
+        """Return the layout of the whole weights in the order of ``weights``, tied weights once; equal on every
+        rank."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights by Hugging Face name in a fixed order, with an adapter merged in.
@@ -169,7 +170,7 @@ class Backend(Protocol):
         """Return the layout of the weights for engines, in the order of ``published``."""
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of ``published_layout``: the adapter by its names in peft's files, or the whole weights.
+        """Yield the tensors of ``published_layout``: the adapter under the names in peft's files, or the whole weights.
 
         If the job publishes its adapter, engines hold the base weights themselves.
         """
@@ -187,7 +188,7 @@ class Backend(Protocol):
         """
 
     def take_seconds(self) -> Seconds:
-        """Return the seconds spent since the last call, and reset them."""
+        """Return the seconds spent since the last call, and reset the counters."""
 
     def environment(self) -> dict[str, str]:
         """Return the properties, besides the state, that bit-identical results depend on."""
@@ -196,4 +197,5 @@ class Backend(Protocol):
         """Return a copy of all state."""
 
     def load_state(self, state: BackendState) -> None:
-        """Restore what ``state`` returned. Raises CheckpointError if it does not fit; the model is then unchanged."""
+        """Restore what ``state`` returned. Raises CheckpointError, without any change, if the state does not fit the
+        model."""

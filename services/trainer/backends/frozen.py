@@ -40,5 +40,5 @@ class FrozenModel:
 
 
 def layout_of_module(model: PreTrainedModel) -> TensorLayout:
-    """Return names, shapes and types of the whole parameters, tied ones once."""
+    """Return names, shapes and types of the whole parameters; tied parameters appear once."""
     return [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()]

@@ -152,7 +152,7 @@ class Parameters:
         return {"base": self._base_digest}
 
     def check_base(self, pins: dict[str, str]) -> None:
-        """Raise CheckpointError if a checkpoint's adapter belongs to other base weights than the loaded ones.
+        """Raise CheckpointError if a checkpoint's adapter does not belong to the loaded base weights.
 
         ``pins``: the environment stored in the checkpoint, with the digest of its base weights. Nothing is checked if
         checkpoints hold the base weights themselves.

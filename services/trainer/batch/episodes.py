@@ -25,7 +25,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodeColumns:
-    """Episodes of a batch, one after the other, without failed ones.
+    """Valid episodes of a batch, one after the other; failed episodes are left out.
 
     Attributes:
         observations: [N, ...] by name, before each decision; final_observations: [E, ...] after each episode.
@@ -68,7 +68,8 @@ class EpisodeColumns:
         return self.cu_seqlens_E1[1:] - 1
 
     def next_observations(self) -> dict[str, NDArray[Any]]:
-        """Return observations after each decision, [N, ...]: before the next decision, or the episode's final ones."""
+        """Return the observations after each decision, [N, ...]: those of the next decision, or the final observations
+        of the episode."""
         following = {name: np.roll(column, -1, axis=0) for name, column in self.observations.items()}
         for name, column in following.items():
             column[self.last] = self.final_observations[name]

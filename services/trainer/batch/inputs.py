@@ -177,7 +177,7 @@ class BatchInputs:
         return await self._fetching.pop(key)
 
     def refused(self, manifest: BatchManifest) -> None:
-        """Record that this batch was refused: ignore it until a higher revision is announced."""
+        """Record that this batch was refused: ignore the batch until a higher revision is announced."""
         self._refused[manifest.number] = manifest.revision
         self._newest.pop(manifest.number, None)
 

@@ -341,7 +341,8 @@ def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
 
 
 def stand_in() -> Microbatch:
-    """Return a dummy microbatch of one token: a rank that has no microbatch left uses it to join the others' passes."""
+    """Return a dummy microbatch of one token, with which a rank without a further microbatch joins the passes of other
+    ranks."""
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float32)
     tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
     return Microbatch(

@@ -31,7 +31,7 @@ _COUNTERS = ("inserted", "groups")
 
 
 def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[np.int64]:
-    """Return the indices of ``size`` of ``stored`` rows, uniform with replacement: a pure function of the arguments.
+    """Return ``size`` row indices below ``stored``, drawn uniformly with replacement: a pure function of the arguments.
 
     Args:
         number: number of the sample; unique within a run.
@@ -124,7 +124,7 @@ class ReplayBuffer:
         return {name: torch.from_numpy(column[rows]) for name, column in self._columns.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the columns [K, ...] in storage order and the counters.
+        """Return copies of the columns [K, ...], in storage order, and of the counters.
 
         ``inserted``: int64 [1]. ``groups``: int64 [G, 3], ``ordinal`` and ``n`` of each group's draw, and the value
         of ``inserted`` after the group's last transition.
@@ -162,7 +162,8 @@ class ReplayBuffer:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this host, or the lowest limit of this process's cgroups (version 1 or 2) if it is less."""
+    """Return the memory of this host, or the lowest limit of this process's cgroups (version 1 or 2) if that is
+    lower."""
     found = [psutil.virtual_memory().total]
     try:
         lines = CGROUPS.read_text().splitlines()

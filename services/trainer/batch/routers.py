@@ -63,7 +63,7 @@ class Routers:
         return self.num_layers, self._top_k
 
     def count(self, chosen: Mapping[int, Tensor]) -> None:
-        """Add the number of choices of each expert in a part of the next minibatch, int64 [E] by layer."""
+        """Add how often each expert was chosen in a part of the next minibatch, int64 [E] by layer."""
         for layer, chosen_E in chosen.items():
             self._counted_NE[layer] += chosen_E.cpu().numpy()
 
@@ -73,7 +73,7 @@ class Routers:
         self.count({n: torch.bincount(row_A, minlength=self.num_experts) for n, row_A in enumerate(flat_NA)})
 
     def aim(self, collective: Collective) -> None:
-        """Sum the counted choices over all ranks, as the expert loads for ``penalty``, and start to count anew."""
+        """Sum the counted choices over all ranks to the expert loads that ``penalty`` uses, and reset the counts."""
         self._aim_NE, self._counted_NE = _summed(self._counted_NE, collective), self._zeros()
 
     def penalty(self, load: RouterLoad) -> Tensor:
@@ -119,7 +119,7 @@ class Routers:
         }
 
     def clear(self) -> None:
-        """Reset all counts, because an update that was aborted may have left some."""
+        """Reset all counts, because an aborted update may have left counts."""
         self._counted_NE = self._zeros()
         self._num_tokens, self._entropy = 0, 0.0
         self._chosen_NE, self._probs_NE = self._zeros(), self._zeros()

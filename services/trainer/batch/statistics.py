@@ -175,7 +175,7 @@ def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -
 
 
 def lag_facts(manifest: BatchManifest) -> dict[str, float]:
-    """Return the lag of the batch's groups for the policy loss: mean, largest, and the share of groups with each lag.
+    """Return the mean and largest lag of the groups that the policy loss trains, and the share of groups with each lag.
 
     The lag is the batch's start version minus the oldest version in the group; for a group of newer versions it is 0.
     """
@@ -192,7 +192,7 @@ def lag_facts(manifest: BatchManifest) -> dict[str, float]:
 
 
 def optimizer_facts(name: str, rate: float, grad_norms: list[float]) -> dict[str, float]:
-    """Return learning rate, number of steps, and mean gradient norm. A non-finite norm counts as no step."""
+    """Return learning rate, number of steps, and mean gradient norm. A step with a non-finite norm does not count."""
     finite = [norm for norm in grad_norms if math.isfinite(norm)]
     facts = {f"{name}/lr": rate, f"{name}/steps": float(len(finite))}
     return facts | ({f"{name}/grad_norm": sum(finite) / len(finite)} if finite else {})

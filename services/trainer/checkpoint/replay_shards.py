@@ -1,4 +1,4 @@
-"""Replay buffer columns in a checkpoint: files of a fixed number of rows, of which only changed ones are written.
+"""Replay buffer columns in a checkpoint: files of a fixed number of rows; only files with changed rows are written.
 
 A buffer changes only where rows are inserted. If a shard has the same bytes as in the job's newest checkpoint, it
 becomes a hard link to that file. Thus every checkpoint is complete, its digest does not depend on earlier checkpoints,
@@ -71,7 +71,8 @@ def read_shards_of_rows(path: Path, manifest: CheckpointManifest) -> dict[str, T
 
 
 def _shards(columns: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Yield slices of the columns by rows: one empty slice if the columns have no rows, nothing without columns."""
+    """Yield slices of rows of the columns: one empty slice if the columns have no rows, no slice if there are no
+    columns."""
     if not columns:
         return
     num_rows = len(next(iter(columns.values())))

@@ -100,7 +100,7 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def agree(error: str, ranks: CheckpointRanks | None) -> None:
-    """Share this rank's error with all ranks; "" for none. All ranks call this.
+    """Share this rank's error ("" for none) with all ranks. All ranks must call this function.
 
     Raises:
         CheckpointError: some rank cannot write; raised on every rank.
@@ -303,7 +303,8 @@ def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tens
 
 
 def verify_share(path: Path, *, rank: int, ranks: int) -> None:
-    """Compare this rank's share of the files with the manifest. No rank may load them before all ranks succeeded.
+    """Compare this rank's share of the files with the manifest. No rank may load the files before all ranks have
+    succeeded.
 
     Raises:
         CheckpointError: the checkpoint is not committed, or a file is missing or was changed.

@@ -249,7 +249,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _directories(root: Path, job: str) -> list[tuple[Path, int]]:
-    """Return directories of ``job``'s checkpoints, finished or not, with their numbers; ignores others."""
+    """Return directories of ``job``'s checkpoints, finished or not, with their numbers; ignores other directories."""
     paths = [path for path in (root / job).iterdir() if path.is_dir()] if (root / job).is_dir() else []
     return [(path, int(name[1] or name[2])) for path in paths if (name := _OURS.fullmatch(path.name))]
 

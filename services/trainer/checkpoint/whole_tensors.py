@@ -116,7 +116,8 @@ def tensor_table(path: Path) -> TensorTable:
 
 
 def read_slices(path: Path, targets: Mapping[str, Tensor], rows_of: Callable[[int], slice]) -> None:
-    """Copy ``rows_of(number of rows)`` of each stored tensor into the target of the same name; copy scalars whole.
+    """Copy the rows ``rows_of(number of rows)`` of each stored tensor into the target of the same name; copy scalars
+    whole.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -83,7 +83,7 @@ def _decisions(policy: EpisodePolicy, demonstrations: Demonstrations, device: to
 
 
 def _windows(cu_seqlens: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the C steps of the decision that begins at each step, [S, C], and which of them are in its episode.
+    """Return the C steps that a decision at each step would cover, [S, C], and a mask of the steps in the same episode.
 
     Indices beyond the end of the episode are replaced by its last step.
     """

@@ -130,7 +130,7 @@ class Learner:
         return self._policy.model
 
     def layout(self) -> Layout:
-        """Return the layout of the tensors for engines: weights or adapter, in fixed order, tied ones once."""
+        """Return the layout of the tensors for engines: whole weights or adapter, in fixed order, tied weights once."""
         return _layout_of(self._policy.published_layout())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +152,8 @@ class Learner:
         return _layout_of(self._policy.layout())
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of ``frozen`` at the first call if the job has a warm start, else nothing. Read only.
+        """Yield the tensors of ``frozen`` at the first call if the job has a warm start; otherwise yield nothing. Read
+        only.
 
         The warm start changes the base weights, so that engines cannot load them themselves. As with ``weights``, all
         ranks must exhaust the iterator.

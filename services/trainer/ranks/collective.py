@@ -1,4 +1,4 @@
-"""Exchange between the ranks of one update besides gradients: properties of the batch, sums of metrics, votes.
+"""Exchange of small data between the ranks of one update: properties of the batch, sums of metrics, votes.
 
 Every method is a collective: all ranks call it in the same order with the same names. Results are equal on every rank,
 and so is everything computed from them.
@@ -16,8 +16,8 @@ __all__ = ["Alone", "Collective", "union"]
 
 
 class Collective(Protocol):
-    """Group of ranks of one trainer that exchange small host data. Gradients and weights take other ways, in the
-    backends."""
+    """Group of ranks of one trainer that exchange small host data. The backends themselves exchange gradients and
+    weights."""
 
     @property
     def rank(self) -> int:

@@ -64,7 +64,7 @@ class Ranks:
         return self.world.place
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await this rank's part of an order and return its result; wait only ``FAILED_GRACE_S`` after any rank failed.
+        """Await this rank's part of an order and return its result; give up ``FAILED_GRACE_S`` after any rank failed.
 
         Raises:
             CheckpointError: a rank failed, and this one waits in a collective that the failed rank will not enter.
@@ -85,7 +85,7 @@ class Ranks:
 
 
 async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, interval_s: float = 1.0) -> Ranks:
-    """Connect to the other ranks of this trainer, or start as the only one.
+    """Connect to the other ranks of this trainer, or start alone if there are none.
 
     Args:
         deadline_s: longest wait for another rank, here and in every collective.
@@ -104,7 +104,8 @@ async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, inte
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` to its end even if the caller is cancelled, because other ranks run it too. Return its result."""
+    """Await ``work`` to its end even if the caller is cancelled, because other ranks take part in ``work``. Return its
+    result."""
     task: Awaitable[T] = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

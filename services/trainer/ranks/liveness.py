@@ -34,7 +34,7 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Sign(msgspec.Struct, frozen=True, array_like=True):
-    """Heartbeat of a rank: its number, its stage, and its own failure ('' if none).
+    """Heartbeat of a rank: the rank's number, its stage, and its own failure ('' if none).
 
     ``word``: secret word by which the receiver knows that the sender is a rank; ``stage``: '' outside all stages.
     """
@@ -48,7 +48,7 @@ class Sign(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Liveness:
-    """One rank's end of the heartbeats: rank 0 exchanges them with all other ranks, each other rank with rank 0.
+    """Heartbeats of one rank: rank 0 exchanges heartbeats with all other ranks, each other rank only with rank 0.
 
     Args:
         silence_s: time without a heartbeat after which a rank is lost.
@@ -123,7 +123,8 @@ class Liveness:
 
     @property
     def failure(self) -> str:
-        """Error that one rank met in a joint operation, as long as the ranks have not voted on it; '' if none."""
+        """Error that a rank met in a joint operation, until the ranks have voted on the operation; '' if there is
+        none."""
         for sign in (self._own(), *self._heartbeats.values()):
             if sign.failure:
                 return f"rank {sign.rank}: {sign.failure}"
@@ -192,7 +193,7 @@ class Liveness:
             logger.info("no more signs of a rank: %s", error)
 
     def _record(self, line: bytes) -> bool:
-        """Record a heartbeat; return False for one with a wrong word. Raises DecodeError."""
+        """Record a heartbeat; return False if its secret word or its rank is unknown. Raises DecodeError."""
         sign = msgspec.json.decode(line, type=Sign)
         if sign.word != self._word or sign.rank not in self._silence:
             logger.warning("a connection that is no rank's was closed")

@@ -11,7 +11,8 @@ __all__ = ["as_sharded", "gathered", "is_sharded", "local_part", "own_rows", "ro
 
 
 def own_rows(num_rows: int, rank: int, ranks: int) -> slice:
-    """Return the rows that ``rank`` holds. Ranks hold equally many, rounded up, so the last may hold fewer or none."""
+    """Return the rows that ``rank`` holds. Each rank holds the same number, rounded up; the last ranks may hold fewer
+    or none."""
     most = -(-num_rows // ranks)
     start = min(rank * most, num_rows)
     return slice(start, min(start + most, num_rows))

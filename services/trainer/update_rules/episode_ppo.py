@@ -108,7 +108,7 @@ class EpisodePPORule:
 
     @torch.no_grad()
     def _targets(self, columns: EpisodeColumns) -> _Targets:
-        """Compute the targets of the whole batch; every rank computes all."""
+        """Compute the targets of the whole batch; every rank computes all targets."""
         device = self._device
         observations, last = (
             {name: torch.from_numpy(column).to(device) for name, column in named.items()}

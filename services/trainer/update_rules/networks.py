@@ -106,7 +106,8 @@ class _Network:
         self._losses, self._grad_norms, self.num_skipped = [], [], 0
 
     def step(self, loss: Tensor) -> str:
-        """Make one step. Return '' on success, else a description of the non-finite value; nothing is changed then."""
+        """Make one step. Return '' on success, else a description of the non-finite value; in that case nothing
+        changes."""
         torch.autograd.backward(loss, inputs=self._params)
         total = self._sum_over_ranks(float(loss.detach()))
         if not math.isfinite(total):

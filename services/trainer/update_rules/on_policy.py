@@ -192,7 +192,7 @@ class OnPolicyRule:
         return report | self._time_facts(time.perf_counter() - began)
 
     def _follow(self, sealed: Hyperparameters | None) -> None:
-        """Adopt the hyperparameters that the batch was sealed with, so that a replay uses the same."""
+        """Adopt the hyperparameters that the batch was sealed with, so that a replay uses the same values."""
         if sealed is None:
             return
         if sealed.learning_rate is not None:
@@ -238,7 +238,8 @@ class OnPolicyRule:
         return [part for order_G in orders_G for part in of_pass(order_G=order_G)]
 
     def _without_gradient(self, batch: PreparedBatch, credit: Credit) -> NDArray[np.bool_]:
-        """Return a mask of the rows to skip, which get no gradient from any loss term; denominators count them."""
+        """Return a mask of the rows to skip. Skipped rows get no gradient from any loss term, but count in
+        denominators."""
         kl = self._algorithm.kl
         routers = self._models["policy"].routers
         other_terms = self._algorithm.entropy_coef != 0 or (kl is not None and kl.place == "loss")
@@ -327,7 +328,7 @@ class OnPolicyRule:
         return self._is_skipped(norm, "policy", changed=changed)
 
     def _imitate(self, others: OffPolicySteps, update_index: int) -> dict[str, float]:
-        """Make an update without groups for the policy loss: no rewards, no advantages, no critic."""
+        """Make an update on a batch without groups for the policy loss: no rewards, no advantages, no critic."""
         rate, policy = learning_rate(self._optimizer, update_index, self._total_updates), self._models["policy"]
         norms: list[float] = []
         skipped = 0

@@ -136,7 +136,8 @@ def cut(
 
 
 def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: BatchShard[Group]) -> Columns:
-    """Return the columns of this rank's groups. All ranks raise ProtocolError if one does, before they compute."""
+    """Return the columns of this rank's groups. All ranks raise ProtocolError, before any computation, if one rank
+    does."""
     columns, error = None, ""
     try:
         columns = columns_of(shard.groups)

@@ -91,8 +91,8 @@ class GymnasiumEnvironment:
         )
 
     def state(self) -> bytes:
-        """Return MuJoCo's time, positions and velocities, or else the attribute ``state``, with the random
-        generator."""
+        """Return MuJoCo's time, positions and velocities, or for other environments the attribute ``state``; in both
+        cases also the state of the random generator."""
         inner: Any = self._env.unwrapped
         if hasattr(inner, "data") and hasattr(inner.data, "qpos"):
             parts: list[Any] = [inner.data.time, inner.data.qpos.tobytes(), inner.data.qvel.tobytes()]

@@ -201,7 +201,8 @@ def find_task(env_id: str, *, camera: bool) -> tuple[Path, str, str]:
 
 @functools.cache
 def import_library(*, camera: bool) -> Path:
-    """Import LIBERO without prompts, files in the home folder, and (without ``camera``) graphics; return its folder.
+    """Import LIBERO, without prompts, without files in the home folder, and without graphics unless ``camera`` is set;
+    return its folder.
 
     On import the library writes (or in some builds prompts for) a configuration that only its tools read.
     """
@@ -283,7 +284,7 @@ PLAIN = (200, 200, 200)
 
 
 def build_primitives(parent: Path) -> Path:
-    """Write the primitive assets, once per user and machine, and return their folder ``assets``.
+    """Write the primitive assets, unless this user has them on this machine, and return their folder ``assets``.
 
     Raises:
         ValueError: the folder belongs to another user.

@@ -82,7 +82,7 @@ class ManiSkillEnvironment:
         return _state(self._env.reset(seed=state_id % MAX_SEED)[0])
 
     def step(self, action: Any) -> Outcome:
-        """Execute one action, which the library clips to its bounds."""
+        """Execute one action, which the library clips to the bounds of the action space."""
         self._actions.append(np.array(action, np.float32))
         observation, reward, _, _, info = self._env.step(action)
         success, failed = (bool(info[name][0]) if name in info else False for name in ("success", "fail"))
@@ -104,7 +104,7 @@ class ManiSkillEnvironment:
         return {"state_id": self._state_id, "actions": self._actions}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Repeat the episode up to the snapshot, which takes as long as its steps did."""
+        """Repeat the episode up to the snapshot, which takes as long as the repeated steps."""
         self.reset(values["state_id"])
         for action in values["actions"]:
             self.step(action)
@@ -193,7 +193,7 @@ class ManiSkillBatch:
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any]
     ) -> tuple[Mapping[str, NDArray[Any]], Any, Any, Any, Any]:
-        """Execute one action in each of ``env_ids``, which the library clips to its bounds."""
+        """Execute one action in each of ``env_ids``; the library clips actions to the bounds of the action space."""
         named_N = self._named(env_ids)
         self._continue(named_N & self._waiting_N)
         self._wait(self._running_N & ~named_N)
@@ -212,7 +212,8 @@ class ManiSkillBatch:
         return {"state": _numbers(seen)[env_ids]}, _numbers(rewards)[env_ids], over, cut, success
 
     def states(self, env_ids: NDArray[np.int32]) -> list[bytes]:
-        """Return state id, number of steps, and the index of the start among the different starts of the state id.
+        """Return, for each episode, the state id, the number of steps, and the index of its start among the starts that
+        were seen for this state id.
 
         Poses are not part of it: on a GPU they differ in the last bits between the environments of a scene.
         """
@@ -234,7 +235,8 @@ class ManiSkillBatch:
         return start
 
     def _variant(self, state_id: int, start: NDArray[np.float32]) -> int:
-        """Return the index of ``start`` among the different starts of ``state_id``, after adding it if it is new."""
+        """Return the index of ``start`` among the starts seen for ``state_id``; a start that differs from all of them
+        is added."""
         if state_id not in self._starts and len(self._starts) >= MOST_STARTS:
             del self._starts[next(iter(self._starts))]
         known = self._starts.setdefault(state_id, [])
@@ -338,8 +340,8 @@ def versions() -> dict[str, str]:
 
 
 def builds_by_seed(task: type) -> bool:
-    """Return True if the constructor of a task chooses how often the scene is built, because its objects follow from
-    the seed."""
+    """Return True if the constructor of a task decides how often the scene is rebuilt, because the task's objects
+    depend on the seed."""
     base = importlib.import_module("mani_skill.envs.sapien_env").BaseEnv
     made = [vars(one)["__init__"] for one in task.__mro__ if issubclass(one, base) and "__init__" in vars(one)]
     return any("reconfiguration_freq" in inspect.signature(one).parameters for one in made if one is not base.__init__)

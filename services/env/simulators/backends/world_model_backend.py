@@ -41,7 +41,8 @@ DRAWS = 64
 
 
 class WorldModelBatch:
-    """Environments that a model simulates. It clips observations and rewards to the recorded range, slightly widened.
+    """Environments that a learned model simulates. Observations and rewards are clipped to the recorded range, slightly
+    widened.
 
     Args:
         task: the simulator's task, which must be the one that the model was trained on.
@@ -94,8 +95,8 @@ class WorldModelBatch:
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any]
     ) -> tuple[Mapping[str, NDArray[Any]], Any, Any, Any, Any]:
-        """Predict one step, each with a random member. Termination is a success if every recorded termination was a
-        success."""
+        """Predict one step of each environment, with a random member of the ensemble. A termination counts as a success
+        if every recorded termination was a success."""
         t, drawn_n = self._tensors, self._steps_N[env_ids] % DRAWS
         for env in env_ids[drawn_n == 0].tolist():
             self._members_NB[env] = self._random[env].integers(len(self._layers[0][0]), size=DRAWS)
@@ -142,13 +143,14 @@ class WorldModelBatch:
         """Do nothing, because the environments hold no resources."""
 
     def _begin(self, env: int, state_id: int) -> int:
-        """Seed the draws of an episode; return the index of its first state."""
+        """Seed the random draws of an episode; return the index of the episode's first state."""
         self._state_ids_N[env] = state_id
         random = self._random[env] = np.random.default_rng(state_id)
         return int(random.integers(len(self._starts))) if self._anywhere else state_id % len(self._starts)
 
     def _output(self, x_nF: NDArray[np.float32], members_n: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the outputs [n, O] of the networks, one member for each row. No row affects another one."""
+        """Return the outputs [n, O] of the ensemble, each row from one member. No row affects the outputs of another
+        row."""
         order_n = np.argsort(members_n, kind="stable")
         members_n = members_n[order_n]
         drawn, firsts = np.unique(members_n, return_index=True)

@@ -402,7 +402,8 @@ class Batch(RowBatch):
         return ended
 
     def _hold(self, row: int, session: str) -> None:
-        """Hold the cached keys and values of a row for its session: all tokens but the last, which no pass computed."""
+        """Hold a row's cached keys and values for its session: those of all tokens but the last, which no pass has
+        computed."""
         token_ids, prefix = list(self._rows.sequence(row))[:-1], self._cache.prefixes.of(self._rows.completions[row])
         num_own = len(token_ids) - (0 if prefix is None else len(prefix))
         self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, num_own, prefix)))
@@ -430,7 +431,7 @@ class Batch(RowBatch):
             self._routes.move(*torch.tensor(moved, device=self._device).T)
 
     def _reserve(self, length: int, own: int) -> None:
-        """Make room for rows of ``length`` tokens, ``own`` of them after shared prefixes."""
+        """Make room for rows of up to ``length`` tokens, up to ``own`` of them after a shared prefix."""
         self._rows.reserve(length)
         self._cache.reserve(own - 1)  # the last token is not computed
         if self._routes is not None:
@@ -445,8 +446,8 @@ class Batch(RowBatch):
 
 
 class RouteTable:
-    """Experts of every position of every row, [R, C, N, K], for router replay in the trainer. Rows are added and moved
-    as in ``Rows``.
+    """Experts chosen at every position of every row, [R, C, N, K]; the trainer replays these choices. Rows are added
+    and moved as in ``Rows``.
 
     When the weights change during a completion, its tokens are recomputed. The following token was sampled from the
     first computation, so the experts of the first computation are kept.

@@ -27,7 +27,7 @@ GROWTH = 64
 
 
 class KVCache:
-    """Static key and value tensors per layer, [R, K, L, d]; L grows when a longer row needs it. Beside them, the shared
+    """Keys and values per layer in static tensors [R, K, L, d], whose L grows with the longest row, and the shared
     prefixes."""
 
     def __init__(self, plan: Plan, *, rows: int, max_length: int) -> None:
@@ -130,7 +130,7 @@ class KVCache:
 def attend_more(
     q_RSHd: Tensor, k_RKLd: Tensor, v_RKLd: Tensor, mask_RSL: Tensor, *, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend S queries per row to L positions of the same row: [R, S, H, d].
+    """Return the attention outputs [R, S, H, d] of S queries per row over L positions of the same row.
 
     Also returns the log-sum-exp of the scores, [R, S, H], if ``lse`` is set.
     """

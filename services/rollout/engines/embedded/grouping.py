@@ -63,7 +63,8 @@ class Grouping:
         self._wasted = 0
 
     def order(self, lengths: Sequence[int]) -> list[int] | None:
-        """Return the row to move to each position, so that groups have descending lengths; None: do not reorder.
+        """Return, for each position, the row to move there so that groups have descending lengths; None: keep the
+        order.
 
         Call it once per step: it accumulates the padding that sorted rows would have avoided.
         """
@@ -84,7 +85,8 @@ def _positions(lengths: Sequence[int], size: int) -> int:
 
 
 def _arranged(lengths: Sequence[int], size: int) -> list[int]:
-    """Return an order with the longest rows in the first group; rows already in their group keep their position."""
+    """Return an order in which groups have descending lengths; rows that are already in the right group keep their
+    position."""
     by_length = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order = list(range(len(lengths)))
     for start in range(0, len(lengths), size):

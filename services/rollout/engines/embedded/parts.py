@@ -68,7 +68,8 @@ class Part:
 
 
 def next_pass(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> list[Part]:
-    """Return the parts of the next forward pass, which cover adjacent rows from the first one on.
+    """Return the parts of the next forward pass: adjacent rows from row 0 on, and before them the shared prefixes that
+    they need.
 
     The first ``fresh`` rows decode, in ``groups``. As many of the next rows follow as fit in ``PASS_TOKENS`` tokens,
     after the prefixes that they share. The last part, or the last prefix, may compute only the beginning of more than
@@ -103,7 +104,7 @@ def next_pass(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -
 
 
 def _known(rows: Rows, cache: KVCache, row: int, ready: Collection[Prefix]) -> int:
-    """Return how many tokens of a row that is not fresh are in the cache, its prefix included.
+    """Return how many tokens of an incomplete row are in the cache, including the tokens of its shared prefix.
 
     Args:
         ready: prefixes that this pass completes.
@@ -116,7 +117,7 @@ def _known(rows: Rows, cache: KVCache, row: int, ready: Collection[Prefix]) -> i
 
 
 def _take(length: int, room: int) -> int:
-    """Return how many of a row's ``length`` tokens to compute in a pass with room for ``room`` tokens.
+    """Return how many of ``length`` tokens to compute in a pass that has room for ``room`` tokens.
 
     Only a row that fits into no pass is divided: attention to a cached prefix is slower than one over a whole prompt.
     """
@@ -139,7 +140,8 @@ def together(parts: Sequence[Part]) -> Attend:
 
 
 def computing(prefix: Prefix, cache: KVCache, row: int, room: int) -> Part | None:
-    """Build the part of a shared prefix, before ``row``, or of as many of its next tokens as fit in ``room`` tokens.
+    """Build the part that computes the next tokens of a shared prefix, at most ``room`` tokens. The part precedes
+    ``row``.
 
     Returns None if the prefix has to wait for the next pass.
     """
@@ -170,7 +172,7 @@ def computing(prefix: Prefix, cache: KVCache, row: int, room: int) -> Part | Non
 
 
 def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
-    """Build the part of the fresh rows. The cache has all tokens of each row but the last.
+    """Build the part of the fresh rows, of which the cache lacks only the last token.
 
     ``groups`` are those of the lengths after the prefixes.
     """
@@ -320,7 +322,7 @@ def _extended(
     copies: int,
     divided: bool,
 ) -> Part:
-    """Build a ``Part`` that begins at row ``start``; ``new`` follows the ``cached_R`` cached tokens of each row.
+    """Build a ``Part`` that begins at row ``start``; in each row, the tokens ``new`` follow ``cached_R`` cached tokens.
 
     Args:
         prefixes: the shared prefix of each row, whose tokens are among the cached ones.

@@ -32,12 +32,12 @@ SHARED_FROM_ELSEWHERE = 1024
 
 
 def shared_from(device: torch.device) -> int:
-    """Return how many tokens the shortest shared prefix has on this device."""
+    """Return the minimum number of tokens that a prefix must have to be shared on this device."""
     return SHARED_FROM if device.type == "cpu" else SHARED_FROM_ELSEWHERE
 
 
 class Prefix:
-    """Tokens with which at least one row begins, and their keys and values [K, P, d] per layer.
+    """Tokens that rows begin with, and the keys and values of these tokens, [K, P, d] per layer.
 
     Attention reads only positions that were computed under the served weights: others need not be zeroed.
     """
@@ -69,7 +69,7 @@ class Prefix:
 
 
 class Prefixes:
-    """Prefixes in use, each counted by its rows.
+    """Shared prefixes in use, each with the number of rows that begin with the prefix.
 
     A prefix without rows is freed by ``free_unused``: rows may end before other completions of the group are admitted.
     """
@@ -85,11 +85,12 @@ class Prefixes:
         return sum(tensor.nbytes for one in self._by_tokens.values() for tensor in (*one.keys, *one.values))
 
     def of(self, completion: Completion) -> Prefix | None:
-        """Return the prefix of a row; None: all its keys and values are in its row."""
+        """Return the shared prefix of a row; None if the row has none."""
         return self._of.get(completion)
 
     def join(self, completions: Sequence[Completion], following: Completion | None, *, at_least: int) -> None:
-        """Give new rows the prefix of rows that share it already, or one that several new rows begin with.
+        """Assign shared prefixes to new rows: an existing prefix, or a new one if several rows begin with the same
+        tokens.
 
         Args:
             following: the next completion that will be admitted, if one waits.
@@ -108,18 +109,18 @@ class Prefixes:
                 self._of[completion] = prefix
 
     def leave(self, completion: Completion) -> None:
-        """Forget a row that is removed."""
+        """Detach a removed row from its prefix."""
         prefix = self._of.pop(completion, None)
         if prefix is not None:
             prefix.num_rows -= 1
 
     def free_unused(self) -> None:
-        """Free the prefixes that no row has."""
+        """Free the prefixes that no row begins with any more."""
         if len(self._by_tokens):
             self._by_tokens = {token_ids: one for token_ids, one in self._by_tokens.items() if one.num_rows}
 
     def drop(self) -> None:
-        """Mark all keys and values as not computed, and free the prefixes that no row has."""
+        """Mark the keys and values of all prefixes as not computed, and free the prefixes without rows."""
         self.free_unused()
         for prefix in self._by_tokens.values():
             prefix.num_cached = 0
@@ -130,7 +131,7 @@ def _prefix_of(completion: Completion) -> tuple[int, ...]:
 
 
 class PrefixQueries:
-    """Flat tokens of a part, in the order of the prefixes that they attend to.
+    """Queries of a part's tokens, ordered by the shared prefix that they attend to.
 
     Args:
         prefixes: those that at least one row has, each once.
@@ -152,13 +153,15 @@ class PrefixQueries:
     def of(
         cls, prefixes: Sequence[Prefix | None], length_R: NDArray[Any], device: torch.device
     ) -> PrefixQueries | None:
-        """Return the queries of rows with these prefixes, which have ``length_R`` tokens; None: no row has one."""
+        """Return the queries of rows with these prefixes and ``length_R`` tokens per row; None if no row has a
+        prefix."""
         found: dict[Prefix, int] = {}
         index_R = np.array([-1 if one is None else found.setdefault(one, len(found)) for one in prefixes])
         return cls(list(found), index_R, length_R, device) if found else None
 
     def attend(self, layer: int, q_THd: Tensor, out_THd: Tensor, lse_TH: Tensor) -> Tensor:
-        """Return the attention to prefixes and rows, [T, H, d], given that to the rows and its log-sum-exp."""
+        """Return the attention to prefixes and rows, [T, H, d], given the attention to the rows: ``out_THd`` and
+        ``lse_TH``."""
         place_S = self._place_S
         if place_S is None:
             return merged(out_THd, lse_TH, *self._attend(layer, q_THd))

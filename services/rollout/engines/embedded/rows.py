@@ -56,7 +56,7 @@ class Rows:
     def add(
         self, completions: Sequence[Completion], version: int, weights: str = "", shared: Sequence[int] = ()
     ) -> None:
-        """Append a row for each completion, without output of this engine yet; tokens of ``begun`` count as output.
+        """Append a row for each completion. Tokens of ``begun`` count as output; this engine has not yet sampled any.
 
         Args:
             shared: number of tokens in the prefix of each row; empty: no row has one.
@@ -164,7 +164,7 @@ class Rows:
                 completion.top.append(list(zip(tokens, logprobs, strict=True))[: completion.top_logprobs])
 
     def watched(self, stop: int) -> list[tuple[int, Completion, int]]:
-        """Return (row, completion, number of output tokens) of rows before ``stop`` that a stop string may end now."""
+        """Return (row, completion, number of output tokens) of the rows before ``stop`` to check for stop strings."""
         if not self._features["stop_strings"]:
             return []
         outputs = self.num_outputs()
@@ -184,7 +184,7 @@ class Rows:
         return prompt_ids if length == len(prompt_ids) else self.tokens_RC[row, :length].tolist()
 
     def own_lengths(self, stop: int) -> list[int]:
-        """Return the number of tokens after its prefix of each row before ``stop``."""
+        """Return, for each row before ``stop``, the number of tokens after its shared prefix."""
         return list((self.length_R - self.shared_R)[:stop].tolist())
 
     def tail(self, row: int, num: int) -> list[int]:

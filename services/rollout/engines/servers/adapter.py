@@ -1,4 +1,4 @@
-"""Base class of the adapters of engines that are HTTP servers: requests, pauses and failures that they have in common.
+"""Base class of adapters for engines that are HTTP servers: their common handling of requests, pauses and failures.
 
 Only the final event of a completion says which weights generated which token. A streamed token therefore gets the label
 of the weights that are served when it arrives, and the completion fails if its final event says otherwise.
@@ -62,7 +62,7 @@ class ServerAdapter(EngineAdapter[S, C]):
 
     @abstractmethod
     async def _pause(self, *, clear_cache: bool) -> None:
-        """Pause the server for ``_stand_still``. Tokens that it sampled before the pause may still arrive."""
+        """Pause the server for ``_stand_still``. Tokens that the server sampled before the pause may still arrive."""
 
     @abstractmethod
     async def _echo(self) -> None:

@@ -34,7 +34,7 @@ _LEASH = (
 
 
 def free_port() -> int:
-    """Return a free port on the loopback address; another process may take it before it is used."""
+    """Return a free port on the loopback address; another process may take the port before the caller uses it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Lease on the pause of a server that the worker did not start: the server continues if the worker dies meanwhile.
+"""Lease on the pause of a server that the worker did not start: the server resumes if the worker dies during the pause.
 
 A watchdog, a child process of the worker, keeps the lease: ``python pause_lease.py PARENT_PID URL``. It reads from a
 pipe whether the server is paused. If the worker ends in a pause, by SIGKILL, too, the watchdog continues the server.
@@ -30,7 +30,8 @@ _HELD, _FREE = b"1", b"0"
 
 
 class PauseLease:
-    """Watchdog of one server. All methods block for a moment, ``close`` as long as the watchdog continues the server.
+    """Watchdog of one server. Methods block only briefly, except ``close``, which waits for the watchdog to resume the
+    server.
 
     Args:
         url: address to which the watchdog posts {} to continue the server.
@@ -48,7 +49,7 @@ class PauseLease:
         return watchdog.pid if watchdog is not None and watchdog.poll() is None else None
 
     def hold(self) -> None:
-        """Let the watchdog continue the server if this process ends before ``free``. Call it before each pause.
+        """Make the watchdog resume the server if this process ends before ``free``. Call this method before each pause.
 
         Raises:
             OSError: the watchdog does not start.
@@ -58,12 +59,12 @@ class PauseLease:
         self._tell(_HELD)
 
     def free(self) -> None:
-        """Tell the watchdog that the server has continued. Safe to repeat."""
+        """Tell the watchdog that the server has resumed. Safe to repeat."""
         if self.pid is not None:
             self._tell(_FREE)
 
     def close(self) -> None:
-        """End the watchdog, which first continues the server unless the lease is free. Safe to repeat."""
+        """End the watchdog, which first resumes the server unless the lease is free. Safe to repeat."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is None:
             return
@@ -97,7 +98,7 @@ class PauseLease:
 
 
 def _watch(parent: int, url: str) -> None:
-    """Wait until the parent closes the pipe or ends, then continue the server if it is paused.
+    """Wait until the parent closes the pipe or ends, then resume the server if it is paused.
 
     Only the pipe and the parent end the watchdog: a service manager that stops a group of processes, the worker among
     them, signals the watchdog as well.
@@ -123,7 +124,7 @@ def _watch(parent: int, url: str) -> None:
 
 
 def _continue(url: str) -> str:
-    """Continue the server, and return how that ended.
+    """Resume the server, and return the outcome as text.
 
     A server that refuses connections has ended, and a new one is not paused.
     """

@@ -18,7 +18,8 @@ _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abor
 
 
 def finish_of(reason: str | None) -> Finish | None:
-    """Return the ``Finish`` for a finish reason of vLLM; None without a reason: the completion continues."""
+    """Return the ``Finish`` for a finish reason of vLLM; None if there is no reason yet, because the completion
+    continues."""
     return None if reason is None else _FINISH.get(reason, "abort")
 
 

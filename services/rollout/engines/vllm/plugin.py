@@ -62,7 +62,7 @@ class _Slots:
         self._opening = self._thread.submit(self._open, request)
 
     def reply(self) -> StageReply | None:
-        """Return the result of the last opening; None if it is in progress or none was started."""
+        """Return the result of the last opening; None if none was started or the last one is still in progress."""
         opening = self._opening
         if opening is None or not opening.done():
             return None
@@ -144,7 +144,7 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load the weights; synchronize an accelerator only if there is one. The base class would always try."""
+        """Load the weights. Unlike the base class, synchronize the accelerator only if there is one."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()

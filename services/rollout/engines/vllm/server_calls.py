@@ -23,7 +23,7 @@ _ID_PREFIX = "generate-tokens-"
 
 
 def command_line(options: Mapping[str, Any]) -> list[str]:
-    """Return vLLM's engine arguments as command-line options; None and False: the option is left out."""
+    """Return vLLM's engine arguments as command-line options; arguments that are None or False are left out."""
     words = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"

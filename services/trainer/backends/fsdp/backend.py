@@ -321,7 +321,7 @@ class FSDPBackend:
         )
 
     def _stored(self) -> dict[str, dict[str, _Rows]]:
-        """Return this rank's live rows of everything that a checkpoint holds, by part."""
+        """Return this rank's live rows of all tensors that a checkpoint stores, by part of the checkpoint."""
         twin = {} if self._reference is None else self._parameters.of_twin(self._reference.model)
         return {
             "reference": _rows_of(twin, self._dtype),
@@ -418,7 +418,8 @@ class _Rows:
 
 
 def _rows_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, _Rows]:
-    """Return this rank's rows of ``parameters``, all of which are DTensors. ``dtype`` is that of checkpoints."""
+    """Return this rank's rows of ``parameters``, all of which are DTensors. ``dtype``: type of the rows in
+    checkpoints."""
     return {name: _Rows(local_part(param.detach()), param.shape, dtype) for name, param in parameters.items()}
 
 

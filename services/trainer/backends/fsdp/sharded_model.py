@@ -66,7 +66,7 @@ class Sharding:
 
 
 class _Unit(nn.Module):
-    """FSDP unit that runs a function while its parameters are whole."""
+    """FSDP unit that runs a function while the unit's parameters are gathered."""
 
     def __init__(self, *parts: nn.Module, checkpointing: bool = False) -> None:
         super().__init__()

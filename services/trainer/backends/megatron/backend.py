@@ -258,11 +258,13 @@ class MegatronBackend:
             self._passes.accumulate(works, self._model, self._reference, self._optimizer.collect)
 
     def _takes_part(self, microbatch: Microbatch | None) -> bool:
-        """Return True if this rank must run the pass: it has a microbatch, or its experts serve other ranks' tokens."""
+        """Return True if this rank must run the pass: the rank has a microbatch, or its experts serve other ranks'
+        tokens."""
         return microbatch is not None or self._groups.experts.size() > 1
 
     def _any_rank(self, has: bool) -> bool:
-        """Return True if ``has`` is True on any of the ranks that hold experts for one another's tokens."""
+        """Return True if ``has`` is True on any rank of the group in which ranks send tokens to each other's
+        experts."""
         if self._groups.experts.size() == 1:
             return has
         flag = torch.tensor(float(has), dtype=torch.float32, device=self._device)
@@ -293,7 +295,8 @@ class MegatronBackend:
 
 
 def open_megatron(config: JobConfig, role: Role, device: str) -> MegatronBackend:
-    """Open the backend for the model of ``role`` with its initial weights, divided as ``config.backend`` says.
+    """Open the backend for the model of ``role`` with its initial weights, divided over the ranks as in
+    ``config.backend``.
 
     Raises:
         ConfigError: the model or the tokenizer cannot be loaded, or megatron-core cannot train it this way.

@@ -99,7 +99,7 @@ class Parameter:
 
     @property
     def is_dealt(self) -> bool:
-        """Return True if expert-parallel ranks hold different parts."""
+        """Return True if expert-parallel ranks hold different parts of this parameter."""
         return self.pieces[0].dealt_to > 1
 
 
@@ -137,7 +137,8 @@ def mapping_of(
 
 
 def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
-    """Return the experts of ``whole`` that expert-parallel rank ``rank`` holds, or ``whole`` if it has no experts."""
+    """Return the experts of ``whole`` that expert-parallel rank ``rank`` holds; ``whole`` itself if it is no expert
+    weight."""
     return whole.chunk(piece.dealt_to, 0)[rank] if piece.dealt_to > 1 else whole
 
 
@@ -173,7 +174,8 @@ def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
 
 
 def split(fused: Tensor, parameter: Parameter, *, rank: int, size: int) -> list[Tensor]:
-    """Invert ``fuse``: return this rank's part of each piece, without padding. With one group, parts are views."""
+    """Invert ``fuse``: return this rank's part of each piece, without padding. If ``parameter.groups`` is 1, the parts
+    are views."""
     rows = [_rows(piece, rank, size) for piece in parameter.pieces]
     grouped = torch.unflatten(fused.narrow(0, 0, sum(rows)), 0, (parameter.groups, -1))
     return [part.flatten(0, 1) for part in torch.split(grouped, [n // parameter.groups for n in rows], 1)]
@@ -240,8 +242,8 @@ def _check_experts(pieces: Mapping[str, list[Piece]], expert_parallel: int) -> N
 
 
 def _stages(pieces: Mapping[str, list[Piece]], pipeline_parallel: int) -> dict[str, int]:
-    """Return each parameter's stage: equal runs of layers; the embedding is on the first stage, the rest on the
-    last."""
+    """Return each parameter's pipeline stage. Stages hold equal runs of layers; the embedding is on the first stage,
+    all other parameters are on the last."""
     layers = {name: int(name.split(".")[2]) for name in pieces if name.startswith("decoder.layers.")}
     number = len(set(layers.values()))
     if number % pipeline_parallel:

@@ -124,7 +124,7 @@ class Passes:
         return self._summed(load)
 
     def _routes(self, batch: Microbatch, load: RouterLoad | None = None) -> Routes | None:
-        """Return the routes for the trained policy. None if it has no routers."""
+        """Return the routes for the trained policy; None if the policy has no routers."""
         return Routes(batch.experts_TNK, load) if self._routers is not None else None
 
     def _scores(self, work: Work, model: MegatronModel, hidden_RD: Tensor, reference: States | None) -> Scores:
@@ -161,7 +161,7 @@ class Passes:
 
     @torch.no_grad()
     def _share_scores(self, work: Work, scores: Scores | None) -> None:
-        """Send ``scores`` from the last stage to the earlier stages, and call the loss there too.
+        """Send ``scores`` from the last stage to the earlier stages, and call the loss on the earlier stages, too.
 
         The loss collects metrics, which must be the same on all ranks of a copy.
         """

@@ -85,7 +85,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
-    """Communicator with the next and the previous stage that knows all shapes in advance."""
+    """Communicator with the next and the previous pipeline stage; knows the shapes of all tensors in advance."""
 
     def __init__(
         self, groups: Groups, config: Any, shapes: Sequence[list[int]], after_backward: Callable[[], None] | None

@@ -1,4 +1,4 @@
-"""Gathering of whole Hugging Face tensors from the ranks' parts, and the reverse."""
+"""Gathering of whole Hugging Face tensors from the parts of all ranks, and loading of whole tensors into the parts."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def whole_shapes(own: Mapping[str, Tensor], mapping: Sequence[Parameter]) -> dic
 
 
 def _like(own: Mapping[str, Tensor]) -> Tensor:
-    """Return any of the tensors: all have the same type, and either all or none are scalars (step counts)."""
+    """Return an arbitrary tensor of ``own``: all have the same type, and either all or none are scalars (step
+    counts)."""
     return next(iter(own.values()))
 
 
