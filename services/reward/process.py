@@ -124,7 +124,7 @@ class ScorerProcess:
         self._transport.write(encode(request))
 
     async def result(self, limit_s: float) -> Result:
-        """Wait for the result of the next completion, which the process begins to score now.
+        """Wait until the scoring process has scored the next completion of those sent to it; return the result.
 
         Raises:
             ScoringError: the result took longer than ``limit_s``, or the process died. Next, call ``kill``.

@@ -157,7 +157,7 @@ def plan_of(model: PreTrainedModel) -> Plan | None:
 
 
 def run_blocks_by(model: PreTrainedModel, run_block: RunBlock) -> None:
-    """Call every block of ``model`` through ``run_block`` from now on; the functional decoder must support the
+    """Make the functional decoder call each block of ``model`` through ``run_block``. The decoder must support the
     model."""
     plan = plan_of(model)
     assert plan is not None, "only the functional decoder can be told how to run its blocks"

@@ -56,8 +56,8 @@ async def building_apart() -> AsyncIterator[None]:
 
 
 def _is_held_here() -> bool:
-    """Return True if the caller runs inside the build that holds the lock now; contexts left from earlier builds do not
-    count."""
+    """Return True if the caller's context belongs to a build that holds the lock now; a context that outlived its build
+    does not."""
     return any(_owner.get() is owner for owner in list(_building))
 
 

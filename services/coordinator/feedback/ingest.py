@@ -158,7 +158,7 @@ class Ingest:
         self._sending: set[asyncio.Task[None]] = set()
 
     def recent(self, id: str) -> Feedback | None:
-        """Return the item ``id`` if it is on disk and the projection may still lack it, otherwise None."""
+        """Return the feedback item ``id`` if it is so new that queries may not find it yet, or None."""
         entry = self._recent.get(id)
         if entry is None or not entry.done.done() or entry.done.cancelled() or entry.done.exception() is not None:
             return None

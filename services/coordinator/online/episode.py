@@ -436,8 +436,8 @@ def _unfinished(decision: Decision) -> Decision:
 
 
 def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
-    """Reject a turn that imitation would train if the turn's return ``value`` is too low; return any other decision
-    unchanged."""
+    """Return ``decision``, or a rejection if it admits the turn for imitation and the turn's return, ``value``, is too
+    low."""
     off_policy = job.online.off_policy
     if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
         return decision

@@ -153,7 +153,7 @@ class LiveSupply:
             await self._sweep(everything=True)
 
     async def _take_all(self, subject: str) -> None:
-        """Process the stored messages of a subject one at a time, so that only undecided data stays in memory."""
+        """Process all stored messages of a subject, one at a time; only those without a decision stay in memory."""
         stream = self._stream(subject)
         async with contextlib.aclosing(self.bus.scan(stream, subject, start_seq=self._next[subject])) as messages:
             async for message in messages:

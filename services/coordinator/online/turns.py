@@ -92,7 +92,7 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Turn:
-    """One interaction, the sequence of its message, and the feedback on the interaction, by id.
+    """One interaction, the stream sequence of its message, and the feedback items on it by their ids.
 
     ``refusal`` is the reason why the turn is never trained, or ''; None until it is computed.
     """

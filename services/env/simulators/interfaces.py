@@ -82,7 +82,7 @@ class Filmable(Restorable, Protocol):
 
 
 class BatchedEnvironment(Protocol):
-    """N environments in one object, numbered from 0 to N - 1. The numbers in ``env_ids`` [n] are distinct."""
+    """N environments in one object, numbered from 0 to N - 1. ``env_ids`` are the numbers of n distinct ones."""
 
     spec: Message
     """Properties of each environment, as in ``Environment``."""

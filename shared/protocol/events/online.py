@@ -183,7 +183,7 @@ class Decided(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Promoted(Event, frozen=True, kw_only=True, tag=True):
-    """``version``, which batch ``number`` produced, is served from now on. Only in jobs with a promotion gate.
+    """Policy ``version``, made by the update of batch ``number``, is served from now on. Needs a promotion gate.
 
     ``figures`` are the measured values of the version. ``reason`` is initial, passed, canary timed out, by request,
     rolled back, or measured. The last one means that the version was already served, and that its held-out reward is

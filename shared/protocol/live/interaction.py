@@ -175,7 +175,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of FEEDBACK: the items of one group commit, in order.
+    """One message of the stream FEEDBACK: feedback items that were stored together, in order.
 
     An id may repeat: the first item counts, unless a later one has a higher revision.
     """

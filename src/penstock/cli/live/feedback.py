@@ -126,8 +126,8 @@ def token(
 
 
 def _value(text: str, metric: str) -> bool | float | str:
-    """Convert ``text`` to a boolean or a number if it is one in JSON; return other text, comments and demonstrations
-    unchanged."""
+    """Convert ``text`` to the boolean or number that it is in JSON. Other texts stay texts, and so do all values of the
+    metrics `comment` and `demonstration`."""
     if metric in ("comment", "demonstration"):
         return text
     try:
