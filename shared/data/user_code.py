@@ -15,7 +15,7 @@ from typing import Any
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import PenstockError
 
-__all__ = ["check_call", "code_path", "import_named", "shown_name"]
+__all__ = ["check_call", "code_path", "import_named", "read_uploaded", "shown_name"]
 
 CODE = "code"
 """Folder of uploaded Python files, in the data directory."""
@@ -86,13 +86,15 @@ def _callable(found: Any, path: str, what: str, error: type[PenstockError], near
     return found
 
 
-def _uploaded(module: str, what: str, beside: str, error: type[PenstockError]) -> ModuleType:
-    """Import an uploaded file as a module, under a name that no installed module has. Exceptions of the file's code
-    propagate."""
-    stem, _, digest = module.partition("@")
-    name = f"penstock_code_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
+def read_uploaded(path: str, *, what: str, beside: str, error: type[PenstockError]) -> bytes:
+    """Return the content of an uploaded file, which ``path`` names by ``file@SHA256`` or ``file@SHA256:name``.
+
+    Args:
+        what: purpose of the code, for messages.
+        beside: name of the service that reads the file, for messages.
+        error: exception type to raise if the file cannot be read, or is not what was uploaded.
+    """
+    stem, _, digest = path.partition(":")[0].partition("@")
     file = code_path(load_settings().data_dir, digest)
     try:
         source = file.read_bytes()
@@ -103,6 +105,17 @@ def _uploaded(module: str, what: str, beside: str, error: type[PenstockError]) -
         ) from None
     if hashlib.sha256(source).hexdigest() != digest:
         raise error(f"{what}: {file} is not what was uploaded: its SHA-256 differs")
+    return source
+
+
+def _uploaded(module: str, what: str, beside: str, error: type[PenstockError]) -> ModuleType:
+    """Import an uploaded file as a module, under a name that no installed module has. Exceptions of the file's code
+    propagate."""
+    stem, _, digest = module.partition("@")
+    name = f"penstock_code_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    source = read_uploaded(module, what=what, beside=beside, error=error)
     made = ModuleType(name)
     sys.modules[name] = made
     try:

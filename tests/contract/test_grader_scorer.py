@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.user_code import CodeTrials
@@ -20,6 +21,7 @@ from penstock.services.reward.scorers.grader import OpenGrader
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rewards.scorers import GraderScorer
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import ConfigError, ScoringError
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.transport.bus import Bus
@@ -101,6 +103,32 @@ def test_python_runs_in_the_sandbox() -> None:
 def test_python_that_cannot_be_opened(source: str, words: str) -> None:
     with pytest.raises(ScoringError, match=f"^python_grader_runtime_error: .*{words}"):
         OpenGrader(GraderScorer.model_validate({"grader": {**PYTHON, "source": source}}))
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("import math\n\ndef grade(sample, item):\n    return len(sample['output_text']) / item['most']\n", ""),
+        ("x = 1\n", "python_grader_runtime_error: own.py defines no function grade(sample, item)"),
+        (
+            "\ndef grade(sample):\n    return 1.0\n",
+            "python_grader_runtime_error: grade() in line 2 of own.py cannot be called with (sample, item)",
+        ),
+    ],
+)
+def test_python_of_an_uploaded_file(tmp_path: Path, monkeypatch: Any, source: str, error: str) -> None:
+    monkeypatch.setenv("PENSTOCK_DATA_DIR", str(tmp_path))
+    digest = FileStore(tmp_path / "files", max_bytes=1, max_files=1).add_code(source).sha256
+    grader = {"type": "python", "name": "own", "path": f"own@{digest}:grade"}
+    if not error:
+        assert graded(grader, ["abc"], {"most": 6}) == [0.5]
+        code_path(tmp_path, digest).write_text(source.replace("len", "2 * len"))
+        error = "python_grader_server_error: the grader: .* is not what was uploaded: its SHA-256 differs"
+    with pytest.raises(ScoringError, match=error.replace("(", r"\(").replace(")", r"\)")):
+        OpenGrader(GraderScorer.model_validate({"grader": grader}))
+    code_path(tmp_path, digest).unlink()
+    with pytest.raises(ScoringError, match=r"'own\.py' cannot be read beside the reward service"):
+        OpenGrader(GraderScorer.model_validate({"grader": grader}))
 
 
 def test_python_cannot_reach_files(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -199,6 +200,52 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
     warned = dry_run(grade=source.replace("return", "import nothing_of_that_name\n    return"))
     assert warned.exit_code == 0, warned.output
     assert "grade() raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in warned.output
+
+
+GRADED = """
+reward:
+  scorers:
+    - {type: grader, grader: {type: python, name: graded, path: ./grade.py}}
+"""
+
+
+@pytest.mark.long
+def test_a_grader_beside_the_job_file_is_tried_uploaded_and_trained_with(stack: Any, folder: Path) -> None:
+    """Random digits are graded by the file; the job names the file by its content."""
+    file, code, source = folder / "job.yaml", folder / "grade.py", CODE[CODE.index("def grade") :]
+    plain, _, rest = file.read_text().partition("reward:\n")
+    file.write_text(plain + GRADED + "algorithm:" + rest.partition("algorithm:")[2])
+
+    def dry_run() -> Any:
+        return stack.cli("submit", str(file), "--dry-run", "--json")
+
+    missing = dry_run()
+    assert (missing.exit_code, "'./grade.py': cannot read" in missing.output) == (2, True), missing.output
+    for changed, into, message in [
+        ("def grade(sample", "\ndef grade(sample:", "./grade.py: not Python, line 2: "),
+        ("def grade", "def grading", "reward.scorers[0] (graded): grade.py defines no function grade(sample, item)"),
+        ("sample, item", "sample", "grade() in line 1 of grade.py cannot be called with (sample, item)"),
+    ]:
+        code.write_text(source.replace(changed, into))
+        refused = dry_run()
+        assert (refused.exit_code, message in " ".join(refused.output.split())) == (2, True), refused.output
+    code.write_text(source.replace("answer", "level"))
+    warned = dry_run()
+    assert (warned.exit_code, "grade() raised KeyError: 'level'" in warned.output) == (0, True), warned.output
+    code.write_text(source)
+    result = stack.cli("submit", str(file), "--follow", "--set", "train.max_updates=3")
+    assert result.exit_code == 0, result.output
+    record = stack.client.find("own-reward")
+    path = record.spec["reward"]["scorers"][0]["grader"]["path"]
+    assert path == f"grade@{hashlib.sha256(source.encode()).hexdigest()}:grade"
+    (pinned,) = [event.config_digest for event in stack.ledger(record.id) if isinstance(event, JobStarted)]
+    assert pinned == xxhash.xxh3_64_hexdigest(parse_job(record.spec).model_dump_json().encode())
+    groups = stack.groups(record.id).values()
+    assert not any(group.failed.any() for group in groups)
+    assert {float(reward) for group in groups for reward in group.rewards} == {0.0, 1.0}
+    (folder / "grader.yaml").write_text("{type: python, name: graded, path: ./grade.py}")
+    tried = stack.cli("grade", str(folder / "grader.yaml"), "--sample", "2", "--item", '{"answer": "2"}')
+    assert (tried.exit_code, tried.output.strip()) == (0, "1"), tried.output
 
 
 SHELF = """

@@ -21,6 +21,7 @@ from penstock.services.env.tools.trial import example_of
 from penstock.services.rollout import trial
 from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
 from penstock.shared.config.jobs.kinds import KINDS, AnyJob, parse_job
+from penstock.shared.config.rewards.graders import PythonGrader
 from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.config.rollout import ClassConfig
 from penstock.shared.config.service import ServiceSettings
@@ -352,7 +353,8 @@ def test_examples_of_arguments_follow_their_schema(schema: dict[str, Any], value
 def test_every_key_that_names_code_is_tried() -> None:
     """Fails if a new key of a job file names code for which there is no trial."""
     tried_elsewhere = {
-        (FunctionScorer, "path"), (FunctionTool, "path"), (MethodTool, "path"), (VerifiersConfig, "python"),
+        (FunctionScorer, "path"), (FunctionTool, "path"), (MethodTool, "path"), (PythonGrader, "path"),
+        (VerifiersConfig, "python"),
     }  # fmt: skip
     found: set[tuple[type[BaseModel], str]] = set()
     models: list[Any] = list(KINDS.values())

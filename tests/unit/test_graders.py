@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.services.coordinator.graders import scorer_of
 from penstock.services.reward.scorers.similarity import bleu, common_length, fuzzy_match, gleu, rouge_l, rouge_n
 from penstock.shared.config.rewards.formula import Formula
-from penstock.shared.config.rewards.graders import Grader, fields_of, parts_of, total_of
+from penstock.shared.config.rewards.graders import Grader, InlineGrader, fields_of, parts_of, total_of
 from penstock.shared.config.rewards.scorers import GraderScorer
 from penstock.shared.config.rewards.slots import check_slots, fill_slots, item_fields
 from penstock.shared.config.service import ServiceSettings
@@ -21,6 +21,7 @@ from penstock.shared.protocol.grading import GRADER_ERRORS, error_text, split_er
 GRADERS: TypeAdapter[Any] = TypeAdapter(Grader)
 CHECK = {"type": "string_check", "name": "right", "operation": "eq", "input": "{{sample.output_text}}",
          "reference": "{{ item.answer }}"}  # fmt: skip
+PYTHON = {"type": "python", "name": "own"}
 JUDGE = {"type": "score_model", "name": "judge", "model": "m", "input": [{"role": "user", "content": "{{item.q}}"}]}
 
 
@@ -121,6 +122,11 @@ def test_fields_and_parts_of_a_multi_grader() -> None:
         ({**CHECK, "reference": "{{ answer }}"}, "item.FIELD"),
         ({**CHECK, "image_tag": "x"}, "image_tag"),
         ({**JUDGE, "range": [1, 0]}, "range"),
+        (PYTHON, "either source .* or path .*: neither is set"),
+        ({**PYTHON, "source": "x", "path": f"own@{'0' * 64}:grade"}, "either source .* or path .*: both are set"),
+        ({**PYTHON, "path": "./own.py"}, r"found './own.py'; must be ./FILE.py, .*`penstock submit`"),
+        ({**PYTHON, "path": "package.module:grade"}, "found 'package.module:grade'; must be ./FILE.py"),
+        ({**PYTHON, "path": f"own@{'0' * 64}:score"}, "a file with a function grade"),
         ({"type": "label_model", "name": "x"}, "label_model"),
         ({"type": "multi", "name": "x", "graders": {"a": CHECK}, "calculate_output": "a + b"}, "is named 'b'"),
         ({"type": "multi", "name": "x", "graders": {}, "calculate_output": "1"}, "graders"),
@@ -130,6 +136,15 @@ def test_fields_and_parts_of_a_multi_grader() -> None:
 def test_invalid_graders_are_refused(grader: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         GRADERS.validate_python(grader)
+
+
+def test_a_request_to_the_api_of_openai_names_no_file() -> None:
+    file, own = {**PYTHON, "path": f"own@{'0' * 64}:grade"}, TypeAdapter(InlineGrader)
+    for grader in (file, {"type": "multi", "name": "m", "graders": {"own": file}, "calculate_output": "own"}):
+        GRADERS.validate_python(grader)
+        with pytest.raises(ValidationError, match="only the grader of a job file may name a file; set source"):
+            own.validate_python(grader)
+    assert own.validate_python({**PYTHON, "source": "x"}).source == "x"
 
 
 def test_models_need_an_address_of_the_deployment() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import math
 import re
 import tempfile
@@ -19,7 +20,7 @@ import pytest
 from pyarrow import parquet
 
 from penstock.client import beside
-from penstock.client.beside import MAX_CODE_BYTES, read_job
+from penstock.client.beside import MAX_CODE_BYTES, CodeFile, read_job, with_sources
 from penstock.client.files import upload_beside
 from penstock.client.results import Code, File
 from penstock.client.results.reading import one
@@ -29,7 +30,8 @@ from penstock.services.coordinator.user_code import check_uploaded
 from penstock.services.reward.scorers.function import Function
 from penstock.shared.config.data import FileSource
 from penstock.shared.config.jobs.kinds import parse_job
-from penstock.shared.config.rewards.scorers import FunctionScorer
+from penstock.shared.config.rewards.graders import PythonGrader, parts_of
+from penstock.shared.config.rewards.scorers import FunctionScorer, GraderScorer
 from penstock.shared.data.rows import open_rows
 from penstock.shared.errors import ConfigError, Invalid, NotFound, ScoringError
 
@@ -61,7 +63,7 @@ def store(tmp_path: Path) -> FileStore:
 
 def test_a_job_file_names_its_code_by_content_and_its_data_from_its_folder(file: Path, tmp_path: Path) -> None:
     text = read_job(file, ["reward.scorers=[{type: function, path: reward.py:score, args: {bonus: 1}}]"])
-    assert text.sources == {DIGEST: SOURCE}
+    assert text.sources == {DIGEST: CodeFile("reward.py", SOURCE)}
     assert text.data["reward"]["scorers"][0] == {
         "type": "function", "path": f"reward@{DIGEST}:score", "args": {"bonus": 1},
     }  # fmt: skip
@@ -285,6 +287,41 @@ def test_a_job_whose_code_was_not_uploaded_is_refused(file: Path, store: FileSto
 
 def function(digest: str, name: str = "score", **args: Any) -> Function:
     return Function(FunctionScorer.model_validate({"path": f"reward@{digest}:{name}", "args": args}))
+
+
+GRADE = "def grade(sample, item):\n    return float(sample['output_text'] == item['answer'])\n"
+GRADE_DIGEST = hashlib.sha256(GRADE.encode()).hexdigest()
+GRADER = {"type": "python", "name": "right", "path": "./grade.py"}
+SEVERAL = {"type": "multi", "name": "both", "calculate_output": "right / 2", "graders": {"right": GRADER}}
+
+
+@pytest.mark.parametrize("grader", [GRADER, {**GRADER, "path": "./grade.py:grade"}, SEVERAL])
+def test_a_job_file_names_the_file_of_a_grader_by_content(file: Path, grader: dict[str, Any], tmp_path: Path) -> None:
+    (file.parent / "grade.py").write_text(GRADE)
+    text = read_job(file, [f"reward.scorers=[{{type: grader, grader: {json.dumps(grader)}}}]"])
+    assert [code.source for code in text.sources.values()] == [GRADE]
+    spec = parse_job(text.data)
+    (part,) = parts_of(spec.reward.scorers[0].grader).values()
+    assert (part.path, part.source) == (f"grade@{GRADE_DIGEST}:grade", None)
+    with pytest.raises(ConfigError, match=r"grade\.py .* was not uploaded"):
+        check_uploaded(spec, tmp_path / "data")
+    inline = GraderScorer.model_validate({"grader": with_sources(grader, file.parent)}).grader
+    assert parts_of(inline)["right"] == PythonGrader(name="right", source=GRADE), "`penstock grade` sends the source"
+
+
+def test_a_broken_file_beside_a_job_file_is_named(file: Path, store: FileStore) -> None:
+    def send(call: Any) -> Any:
+        try:
+            return one(Code)(store.add_code(json.loads(call.body)["source"]).model_dump())
+        except Invalid as error:
+            raise ConfigError(f"file is not valid:\n  source: {error}") from None
+
+    (file.parent / "reward.py").write_text("\ndef score(:\n")
+    with pytest.raises(ConfigError, match=r"^\./reward\.py: not Python, line 2: "):
+        complete(upload_beside(read_job(file, ["data.eval=[]"])), send)
+    changed = [f"reward.scorers=[{{type: grader, grader: {json.dumps(GRADER)}}}]"]
+    with pytest.raises(ConfigError, match=r"'\./grade\.py': cannot read .*/jobs/grade\.py: No such file or directory"):
+        read_job(file, changed)
 
 
 def test_uploaded_code_scores(store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,14 @@ from penstock.services.coordinator.api.http.bodies import body_schema, read_mode
 from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.problems import Flaw, HttpProblem
-from penstock.shared.config.rewards.graders import AnyGrader, Grader, MultiGrader, ScoreModelGrader, parts_of, total_of
+from penstock.shared.config.rewards.graders import (
+    AnyGrader,
+    InlineGrader,
+    MultiGrader,
+    ScoreModelGrader,
+    parts_of,
+    total_of,
+)
 from penstock.shared.protocol.grading import GRADER_ERRORS, GradeReply, error_text, split_error
 
 __all__ = ["router"]
@@ -26,7 +33,7 @@ class GraderToValidate(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    grader: Grader
+    grader: InlineGrader
 
 
 class GraderToRun(GraderToValidate):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.shared.config.rewards.graders import Grader
+from penstock.shared.config.rewards.graders import InlineGrader
 
 __all__ = [
     "Checkpoint",
@@ -48,7 +48,7 @@ class Hyperparameters(_Strict):
 class Reinforcement(_Strict):
     """Reinforcement learning with a grader."""
 
-    grader: Grader
+    grader: InlineGrader
     hyperparameters: Hyperparameters = Hyperparameters()
 
 

@@ -15,6 +15,7 @@ from penstock.services.reward.scorers.similarity import similarity
 from penstock.shared.config.rewards.graders import PythonGrader, StringCheckGrader, TextSimilarityGrader
 from penstock.shared.config.rewards.scorers import CodeScorer
 from penstock.shared.config.rewards.slots import fill_slots
+from penstock.shared.data.user_code import read_uploaded, shown_name
 from penstock.shared.errors import SandboxError, ScoringError
 from penstock.shared.protocol.grading import error_text
 from penstock.shared.sandbox.plan import Job
@@ -138,21 +139,39 @@ def _takes_two(args: ast.arguments) -> bool:
     return required <= 2 and (plain >= 2 or args.vararg is not None) and None not in args.kw_defaults
 
 
+def _source_of(config: PythonGrader) -> tuple[str, str]:
+    """Return the source of a Python grader, and a name of it for messages. Raises GradingError if its file cannot be
+    read."""
+    if config.path is None:
+        assert config.source is not None, "checked with the configuration"
+        return config.source, "the source"
+    try:
+        data = read_uploaded(config.path, what="the grader", beside="reward", error=ScoringError)
+    except ScoringError as error:
+        raise GradingError("python_grader_server_error", str(error)) from None
+    return data.decode(), shown_name(config.path).partition(":")[0]
+
+
 class PythonPart:
     """Calls ``grade(sample, item)`` of a program, each time in a separate run in the sandbox."""
 
     def __init__(self, config: PythonGrader, time_limit_s: float) -> None:
-        """Start the sandbox. Raises GradingError if the source has no ``grade`` or this machine has no sandbox."""
-        self._source, self._time_limit_s = config.source, time_limit_s
+        """Start the sandbox.
+
+        Raises:
+            GradingError: the source has no ``grade``, its uploaded file cannot be read, or this machine has no sandbox.
+        """
+        self._source, where = _source_of(config)
+        self._time_limit_s = time_limit_s
         try:
-            body = ast.parse(config.source).body
+            body = ast.parse(self._source).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise GradingError("python_grader_runtime_error", f"the source is not Python: {error}") from None
+            raise GradingError("python_grader_runtime_error", f"{where} is not Python: {error}") from None
         grade = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "grade"]
         if not grade:
-            raise GradingError("python_grader_runtime_error", "the source defines no function grade(sample, item)")
+            raise GradingError("python_grader_runtime_error", f"{where} defines no function grade(sample, item)")
         if not _takes_two(grade[-1].args):
-            detail = f"grade() in line {grade[-1].lineno} of the source cannot be called with (sample, item)"
+            detail = f"grade() in line {grade[-1].lineno} of {where} cannot be called with (sample, item)"
             raise GradingError("python_grader_runtime_error", detail)
         try:
             self._sandbox = Sandbox(CodeScorer(time_limit_s=time_limit_s))

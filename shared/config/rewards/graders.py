@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "GraderMessage",
     "GraderPart",
     "GraderSampling",
+    "InlineGrader",
     "MultiGrader",
     "Part",
     "PythonGrader",
@@ -31,6 +33,7 @@ __all__ = [
 
 MAX_PARTS = 8
 MAX_SOURCE = 256 << 10
+_UPLOADED = re.compile(r"[A-Za-z_]\w*@[0-9a-f]{64}:grade")
 Slotted = Annotated[str, AfterValidator(check_slots)]
 """Text with slots ``{{ item.FIELD }}`` (field of the data row) and ``{{ sample.output_text }}`` (the completion)."""
 
@@ -66,12 +69,31 @@ class TextSimilarityGrader(_Grader):
     """`fuzzy_match`: edit similarity of characters; BLEU and GLEU of up to four words; F1 of ROUGE-N and ROUGE-L."""
 
 
+def _uploaded_name(value: str | None) -> str | None:
+    if value is not None and not _UPLOADED.fullmatch(value):
+        raise ValueError(
+            f"found '{value[:80]}'; must be ./FILE.py, a file with a function grade(sample, item), which "
+            "`penstock submit` and Client.submit upload and name by FILE@SHA256:grade"
+        )
+    return value
+
+
 class PythonGrader(_Grader):
-    """Python program with a function ``grade(sample, item)`` that returns the score; runs in a sandbox."""
+    """Python program with a function ``grade(sample, item)`` that returns the score; runs in a sandbox. Set either
+    ``source`` or ``path``."""
 
     type: Literal["python"] = "python"
-    source: str = Field(min_length=1, max_length=MAX_SOURCE)
+    source: str | None = Field(None, min_length=1, max_length=MAX_SOURCE)
     """Source code. Only the standard library can be imported."""
+    path: Annotated[str | None, AfterValidator(_uploaded_name), "code"] = None
+    """File of the source code, `./grade.py`, relative to the job file and uploaded with it."""
+
+    @model_validator(mode="after")
+    def _one_program(self) -> PythonGrader:
+        if (self.source is None) == (self.path is None):
+            found = "neither is set" if self.source is None else "both are set"
+            raise ValueError(f"set either source (the code itself) or path (its file, like ./grade.py): {found}")
+        return self
 
 
 class GraderPart(StrictModel):
@@ -182,6 +204,16 @@ Grader = Annotated[
 ]
 Part = StringCheckGrader | TextSimilarityGrader | PythonGrader | ScoreModelGrader
 AnyGrader = Part | MultiGrader
+
+
+def _inline(grader: AnyGrader) -> AnyGrader:
+    if any(isinstance(part, PythonGrader) and part.path is not None for part in parts_of(grader).values()):
+        raise ValueError("path: only the grader of a job file may name a file; set source")
+    return grader
+
+
+InlineGrader = Annotated[Grader, AfterValidator(_inline)]
+"""Grader of OpenAI's API, where the source code of a Python grader is part of the request."""
 
 
 def parts_of(grader: AnyGrader) -> dict[str, Part]:

@@ -1,10 +1,11 @@
 """Files that a job file names by relative paths: code, data and models.
 
 ``path: ./reward.py:score`` becomes ``reward@SHA256:score``, and the file is uploaded before the job is submitted: the
-job uses this content, even if the file changes later. Data sets (JSON lines, Parquet) and the folder of ``model.path``
-are uploaded too if they have at most MAX_UPLOAD_BYTES, and their path becomes the id of the upload. Other paths that
-begin with ``./`` or ``../`` are resolved against the folder of the job file and not uploaded, so the services must see
-the same files.
+job uses this content, even if the file changes later. A Python grader names only its file, ``path: ./grade.py``,
+because its function is always ``grade``. Data sets (JSON lines, Parquet) and the folder of ``model.path`` are uploaded
+too if they have at most MAX_UPLOAD_BYTES, and their path becomes the id of the upload. Other paths that begin with
+``./`` or ``../`` are resolved against the folder of the job file and not uploaded, so the services must see the same
+files.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.config.model import MAX_MODEL_FILES, MODEL_FILE
 from penstock.shared.errors import ConfigError
 
 __all__ = [
-    "MAX_CODE_BYTES", "MAX_UPLOAD_BYTES", "JobText", "files_of_model", "read_job", "read_rows", "with_neighbours",
+    "MAX_CODE_BYTES", "MAX_UPLOAD_BYTES", "CodeFile", "JobText", "files_of_model", "read_job", "read_rows",
+    "with_neighbours", "with_sources",
 ]  # fmt: skip
 
 MAX_CODE_BYTES = 256 << 10
@@ -32,6 +34,9 @@ MAX_UPLOAD_BYTES = 16 << 20
 """Maximum size of a data set or model that is uploaded with a job (bytes). A larger one must be on a path that the
 services see."""
 _FUNCTION = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
+_GRADE = "grade"
+"""Function that the file of a Python grader defines."""
+_GRADER_FILE = re.compile(rf"(?P<file>[^:]+\.py)(:{_GRADE})?")
 _STEM = re.compile(r"[A-Za-z_]\w*")
 _LINES, _PARQUET = frozenset({".jsonl", ".ndjson"}), ".parquet"
 """Suffixes of files that are uploaded as data sets."""
@@ -42,16 +47,23 @@ _PATHS = frozenset({"path", "tokenizer", "exclude_path", "teacher", "demonstrati
 """Keys of job files that hold a path."""
 
 
+class CodeFile(NamedTuple):
+    """Python file that a job file names: its path as written there, and its content."""
+
+    file: str
+    source: str
+
+
 @dataclass(frozen=True)
 class JobText:
-    """A job file as it is sent, and its uploads: Python sources by SHA-256, data sets, and folders of models.
+    """A job file as it is sent, and its uploads: Python files by SHA-256, data sets, and folders of models.
 
     ``rows`` (data sets) and ``models`` are absolute paths that occur in ``data``. After the uploads, ``with_uploads``
     replaces the paths by the ids of the uploads.
     """
 
     data: dict[str, Any]
-    sources: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, CodeFile] = field(default_factory=dict)
     rows: frozenset[str] = frozenset()
     models: frozenset[str] = frozenset()
 
@@ -76,7 +88,7 @@ def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
 
 def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
     """Return a job file with relative paths resolved against ``folder``. Raises ConfigError as ``read_job`` does."""
-    sources: dict[str, str] = {}
+    sources: dict[str, CodeFile] = {}
     rows: set[str] = set()
     changed = _changed(data, "", folder, sources, rows)
     assert isinstance(changed, dict)
@@ -84,8 +96,10 @@ def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
     return JobText(changed, sources, frozenset(rows), frozenset(models))
 
 
-def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: set[str]) -> Any:
+def _changed(value: Any, key: str, folder: Path, sources: dict[str, CodeFile], rows: set[str]) -> Any:
     if isinstance(value, Mapping):
+        if (grade := _file_of_grader(value)) is not None:
+            value = {**value, "path": _uploaded(grade, _GRADE, folder, sources)}
         changed = {name: _changed(each, str(name), folder, sources, rows) for name, each in value.items()}
         if value.get("type") == "file":
             rows.update(path for path in _relative_paths(value, changed) if _is_small_file_of_rows(Path(path)))
@@ -168,17 +182,46 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-def _uploaded(file: str, name: str, folder: Path, sources: dict[str, str]) -> str:
+def with_sources(grader: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a grader with the source code in place of each file that it names, relative to ``folder``. Raises
+    ConfigError as ``read_job`` does."""
+    return dict(_with_sources(grader, folder))
+
+
+def _with_sources(value: Any, folder: Path) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if (grade := _file_of_grader(value)) is None or "source" in value:
+        return {key: _with_sources(each, folder) for key, each in value.items()}
+    return {key: each for key, each in value.items() if key != "path"} | {"source": _read_code(grade, folder)}
+
+
+def _file_of_grader(section: Mapping[str, Any]) -> str | None:
+    """Return the path of the file that ``section`` names if it is a Python grader with a file, otherwise None."""
+    path = section.get("path")
+    if section.get("type") != "python" or not isinstance(path, str):
+        return None
+    found = _GRADER_FILE.fullmatch(path)
+    return None if found is None else found["file"]
+
+
+def _uploaded(file: str, name: str, folder: Path, sources: dict[str, CodeFile]) -> str:
+    source, stem = _read_code(file, folder), Path(file).stem
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    sources[digest] = CodeFile(file, source)
+    return f"{stem}@{digest}:{name}"
+
+
+def _read_code(file: str, folder: Path) -> str:
+    """Return the content of a Python file, given relative to ``folder``. Raises ConfigError."""
     path = folder / Path(file).expanduser()
     try:
         source = path.read_bytes()
         text = source.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{file}:{name}': cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise ConfigError(f"'{file}': cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     if len(source) > MAX_CODE_BYTES:
-        raise ConfigError(f"'{file}:{name}': {path} has {len(source)} bytes, more than {MAX_CODE_BYTES}")
+        raise ConfigError(f"'{file}': {path} has {len(source)} bytes, more than {MAX_CODE_BYTES}")
     if not _STEM.fullmatch(path.stem):
-        raise ConfigError(f"'{file}:{name}': the name of {path.name} must be that of a module, like reward.py")
-    digest = hashlib.sha256(source).hexdigest()
-    sources[digest] = text
-    return f"{path.stem}@{digest}:{name}"
+        raise ConfigError(f"'{file}': the name of {path.name} must be that of a module, like reward.py")
+    return text

@@ -83,8 +83,12 @@ def upload_beside(text: JobText) -> Steps[JobText]:
 
     Raises ConfigError: a file is not Python, or not JSON lines; Conflict: the key lacks the scope jobs:code.
     """
-    for source in text.sources.values():
-        yield upload_code(source)
+    for code in text.sources.values():
+        try:
+            yield upload_code(code.source)
+        except ConfigError as error:
+            flaw = str(error).partition("\n  source: ")[2]  # the server does not know the name of the file
+            raise ConfigError(f"{code.file}: {flaw or error}") from None
     ids = {}
     for path in map(Path, sorted(text.rows)):
         if (lines := read_rows(path)) is not None:

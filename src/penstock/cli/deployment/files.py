@@ -12,6 +12,7 @@ import typer
 from penstock.cli.exits import FAILED, Commands
 from penstock.cli.printing import Json, ago, console, note, show_done, show_json, table
 from penstock.client import Client
+from penstock.client.beside import with_sources
 from penstock.shared.config.base import load_yaml
 from penstock.shared.errors import ConfigError
 
@@ -66,7 +67,7 @@ def grade(
 ) -> None:
     """Try a grader on one answer, in a reward worker; exit 1 if it fails."""
     with Client() as client:
-        found = client.graders.run(load_yaml(grader), sample, _row(item))
+        found = client.graders.run(with_sources(load_yaml(grader), grader.parent), sample, _row(item))
     errors = found.metadata.failures
     if as_json:
         show_json(found)
