@@ -137,7 +137,7 @@ async def test_memory_that_is_overwritten_while_it_is_copied_is_refused(held: He
 
 
 async def cancel(bench: Bench, loading: asyncio.Task[Any]) -> None:
-    """Cancel whoever waits for the copies, twice."""
+    """Cancel the task that waits for the copies, twice."""
     for _ in range(2):
         loading.cancel()
         await asyncio.sleep(0)
@@ -156,7 +156,7 @@ async def close(bench: Bench, loading: asyncio.Task[Any]) -> None:
 async def test_a_slot_stays_locked_until_the_copies_from_it_have_ended(
     held: Held, settings: ServiceSettings, end: Callable[[Bench, asyncio.Task[Any]], Awaitable[None]]
 ) -> None:
-    """Whoever loads a version releases its slot as soon as ``load_chunk`` returns or raises."""
+    """The follower releases the slot of a version that it does not serve once ``load_chunk`` has returned or raised."""
     layout = layout_of(peaked_model(0).named_parameters())
     publisher = open_publisher(JOB, layout, settings)
     receiver = open_receiver(settings)

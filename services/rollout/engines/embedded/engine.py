@@ -329,14 +329,18 @@ class EmbeddedEngine:
 
     async def _end_copies(self) -> None:
         """End copies of weights in progress, and wait for their end. Safe to repeat."""
-        cancelled = False
-        while self._copying is not None and not self._copying.done():
+        copying, cancelled = self._copying, False
+        while copying is not None and not copying.done():
             if (update := self._served.update) is not None:
                 update.given_up = True
             try:
-                await asyncio.wait([self._copying])
+                await asyncio.wait([copying])
             except asyncio.CancelledError:
                 cancelled = True
+        if copying is not None:
+            copying.exception()  # marks it as retrieved, which a cancelled caller does not
+            if self._copying is copying:
+                self._copying = None  # its error refers to the tensors, and so to a slot
         if cancelled:
             raise asyncio.CancelledError
 
