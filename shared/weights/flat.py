@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.shared.errors import UnreadableWeights, WeightsError
 from penstock.shared.protocol.weights import ALIGN, Layout, TensorSpec, make_layout
 
-__all__ = ["check_layout", "digest_of", "digest_of_tensors", "fill", "layout_of", "place", "view"]
+__all__ = ["bytes_of", "check_layout", "digest_of", "digest_of_tensors", "fill", "layout_of", "place", "view"]
 
 _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -173,9 +173,9 @@ class _Writing:
         if source.device.type != "cpu" or not source.is_contiguous():
             self._flat[spec.offset : end].view(source.dtype).view(spec.shape).copy_(source)
         elif in_order and spec.nbytes > _BESIDE_BYTES:
-            self._copy_and_hash(_bytes_of(source))
+            self._copy_and_hash(bytes_of(source))
         else:
-            np.copyto(self._buffer[spec.offset : end], _bytes_of(source))
+            np.copyto(self._buffer[spec.offset : end], bytes_of(source))
         padded = end + -end % ALIGN
         self._buffer[end:padded] = 0
         if in_order:
@@ -242,7 +242,7 @@ class _Writing:
         self._hashed = stop
 
 
-def _bytes_of(source: Tensor) -> NDArray[np.uint8]:
+def bytes_of(source: Tensor) -> NDArray[np.uint8]:
     """Return the memory of a contiguous tensor, uint8 [bytes], valid while the tensor lives.
 
     ``Tensor.numpy`` exports the memory, and torch refuses to free exported memory. FSDP must free the tensors that it

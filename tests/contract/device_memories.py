@@ -1,9 +1,11 @@
-"""Stand-ins for the memory of a GPU: files that processes share, and a real GPU whose handles one process opens."""
+"""Stand-ins for a GPU: files that processes share, a real GPU whose handles one process opens, and late streams."""
 
 from __future__ import annotations
 
 import contextlib
 import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.shared.weights.device import CudaMemory, DeviceBuffer, mixed_digest
+from penstock.shared.weights.pinned import CopyEvent, CudaCopyStream
 
 
 class FileMemory:
@@ -62,6 +65,72 @@ class OneProcessCudaMemory(CudaMemory):
         if (own := self.exported.get(handle)) is None:
             return super().open(handle, nbytes)
         return DeviceBuffer(own.flat, handle, contextlib.nullcontext)
+
+
+class LateStream:
+    """Stream whose work is done as late as CUDA allows: only when an event behind it is waited for.
+
+    Attributes:
+        waiting: called at the start of each wait.
+        spoil: called with the memory of each copy once it was made.
+        most_queued: most copies that were queued at once.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.waiting: Callable[[], None] = lambda: None
+        self.spoil: Callable[[Tensor], object] = lambda target: None
+        self.num_copies = self.most_queued = self.pinned_bytes = 0
+        self._queue: deque[tuple[Tensor, Tensor, Tensor]] = deque()
+        self._done = 0
+
+    @property
+    def queued(self) -> int:
+        """Number of copies that have not been made."""
+        return len(self._queue)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        self.pinned_bytes += nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def empty(self, sizes: Sequence[int]) -> list[Tensor]:
+        return [torch.full((size,), 0xA5, dtype=torch.uint8) for size in sizes]
+
+    def copy(self, source: Tensor, target: Tensor, total: Tensor) -> None:
+        assert len(source) == len(target)
+        self._queue.append((source, target, total))
+        self.num_copies += 1
+        self.most_queued = max(self.most_queued, len(self._queue))
+
+    def record(self) -> CopyEvent:
+        return _Behind(self, self.num_copies)
+
+    def work(self, number: int) -> None:
+        """Do the work up to copy ``number``."""
+        self.waiting()
+        while self._done < number:
+            source, target, total = self._queue.popleft()
+            target.copy_(source)
+            self.spoil(target)
+            total.copy_(target.view(torch.int64).sum())
+            self._done += 1
+
+
+class _Behind:
+    def __init__(self, stream: LateStream, number: int) -> None:
+        self._stream, self._number = stream, number
+
+    def synchronize(self) -> None:
+        self._stream.work(self._number)
+
+
+class SlowCudaStream(CudaCopyStream):
+    """Stream of the GPU on which each copy begins late: some milliseconds after it was queued."""
+
+    def copy(self, source: Tensor, target: Tensor, total: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(5_000_000)  # clock cycles
+        super().copy(source, target, total)
 
 
 def _mapped(path: Path, nbytes: int) -> Tensor:

@@ -41,8 +41,9 @@ from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup, layout_of, open_publisher
 from penstock.shared.weights.disk import remove_files
 from penstock.shared.weights.open import Publisher
+from penstock.shared.weights.pinned import PinnedCopies
 from penstock.shared.weights.slots import slot_paths
-from tests.contract.device_memories import FileMemory
+from tests.contract.device_memories import FileMemory, LateStream
 
 JOB = "job_follow"
 MODEL = ModelConfig.model_validate(
@@ -480,6 +481,53 @@ async def test_a_version_staged_too_late_is_released(bus: Bus, settings: Service
     slots = [LockedFile.open(path) for path in slot_paths(settings.shm_dir, JOB)]
     assert slots
     assert all(slot.try_exclusive() for slot in slots)
+
+
+@pytest.mark.usefixtures("no_collector")
+async def test_a_worker_that_stops_while_weights_are_copied_keeps_their_slot_locked(
+    bus: Bus, settings: ServiceSettings, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stream reads the slot until its last copy: a publisher must not write to it before."""
+    stream, begun, goes_on = LateStream(), threading.Event(), threading.Event()
+    goes_on.set()
+
+    def wait() -> None:
+        begun.set()
+        assert goes_on.wait(60)
+
+    def locked() -> bool:
+        slots = [LockedFile.open(path) for path in slot_paths(settings.shm_dir, JOB)]
+        grants = [slot.try_exclusive() for slot in slots]
+        for slot in slots:
+            slot.close()
+        return grants.count(False) == 2
+
+    async with following(bus, settings) as (follower, trainer):
+        engine: Any = follower._engine
+        engine._copies = PinnedCopies(stream, buffer_bytes=1024)
+        await trainer.show(1, epoch=1)
+        await reach(follower, 1, 1)
+        assert all(bool((tensor == 1.1).all()) for tensor in engine._policy_parameters().values())
+        stream.waiting = wait
+        goes_on.clear()
+        await trainer.show(2, epoch=1)
+        assert await asyncio.to_thread(begun.wait, 60)
+
+        async def observe() -> bool:
+            try:
+                async with asyncio.timeout(60):
+                    while not engine._served.update.given_up:  # the follower is cancelled meanwhile
+                        await asyncio.sleep(0.001)
+                return locked()
+            finally:
+                goes_on.set()
+
+        observing = asyncio.create_task(observe())
+    assert await observing, "one slot is served, from the other one weights are being copied"
+    assert (stream.queued, follower.version) == (0, 1)
+    assert not mapped(settings), "an error that refers to the tensors was kept"
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 async def keep(bus: Bus, phase: str) -> None:

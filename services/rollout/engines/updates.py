@@ -1,4 +1,7 @@
-"""Weight updates: tensors are staged beside the parameters and swapped in, or copied into them chunk by chunk."""
+"""Weight updates: tensors are staged beside the parameters and swapped in, or copied into them chunk by chunk.
+
+What is staged for a swap is on the device of the parameters before decoding stops for it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from penstock.services.rollout.engines.base import UpdateMode
 from penstock.shared.errors import Conflict, WeightsError
 from penstock.shared.protocol.generation import WeightInfo
+from penstock.shared.weights.pinned import PinnedCopies
 
 __all__ = ["ServedWeights", "Update", "WeightUpdate", "drop", "lent"]
 
@@ -95,6 +99,10 @@ class WeightUpdate:
     guard: Callable[[], bool] | None
     base: bool = False
     """True if ``parameters`` are the frozen ones under the adapter."""
+    copies: PinnedCopies | None = None
+    """Copies tensors of the host to the device in mode 'swap', if the parameters are on a GPU."""
+    given_up: bool = False
+    """True once the update is unwanted; copies in progress then end soon."""
     touched: bool = False
     """True if a parameter was overwritten and the update is not committed."""
     replaced: list[Tensor] = field(default_factory=list)
@@ -105,12 +113,15 @@ class WeightUpdate:
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
         """Stage tensors by parameter name; a tied parameter may come under any of its names.
 
+        If there are ``copies``, this takes as long as they do, and the tensors are not read after it.
+
         Raises:
-            WeightsError: a name is unknown, or a shape or dtype differs; no tensor of this chunk was staged.
+            WeightsError: a name is unknown, a shape or dtype differs, or a copy failed; no tensor of this chunk was
+                staged.
         """
         for name, tensor in tensors.items():
             _check(name, tensor, self.parameters.get(name))
-        for name, tensor in tensors.items():
+        for name, tensor in (self._moved(tensors) if self.mode == "swap" else tensors).items():
             parameter = self.parameters[name]
             if self.mode == "in_place":
                 self.touched = True
@@ -131,8 +142,15 @@ class WeightUpdate:
         if self.mode == "swap":
             for parameter in {id(each): each for each in self.parameters.values()}.values():
                 self.replaced.append(parameter.data)
-                parameter.data = self._staged[id(parameter)].to(parameter.device)
+                parameter.data = self._staged[id(parameter)]
         self.touched = False
+
+    def _moved(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors on the devices of their parameters."""
+        if self.copies is None:
+            return {name: tensor.to(self.parameters[name].device) for name, tensor in tensors.items()}
+        here = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
+        return {**tensors, **self.copies.copy(here, lambda: not self.given_up)}
 
 
 @contextmanager

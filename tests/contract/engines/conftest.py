@@ -41,7 +41,9 @@ from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.weights import layout_of, open_publisher
 from penstock.shared.weights.open import Publisher
+from penstock.shared.weights.pinned import PinnedCopies
 from penstock.shared.weights.slots import slot_paths
+from tests.contract.device_memories import LateStream
 
 JOB = "job_engines"
 OWN = os.environ.get("PENSTOCK_TEST_ENGINE", "embedded")
@@ -226,6 +228,9 @@ SHARED = (
 )  # fmt: skip
 IN_THIS_PROCESS: dict[str, type[EmbeddedEngine]] = {"embedded": EmbeddedEngine, "transformers": TransformersEngine}
 """Engines of this process by name; ``SHARED`` and the tests of streams run on each."""
+LATE, ON_GPU = "embedded with copies on a late stream", "embedded on a GPU"
+COPYING = (LATE, pytest.param(ON_GPU, marks=pytest.mark.gpu))
+"""Embedded engines that copy weights to a device before they swap; the tests of updates run on each."""
 ENDING = "test_engine_control.py::test_resume_and_close_are_safe_to_repeat"
 """A test that ends the engine, which takes long to start; other tests that end it run last."""
 
@@ -267,13 +272,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run the tests of the contract on each engine of this process."""
     of_contract = metafunc.definition.path.name in (*SHARED, "test_engine_streams.py")
     if OWN == "embedded" and of_contract and "bench" in metafunc.fixturenames:
-        metafunc.parametrize("bench", IN_THIS_PROCESS, indirect=True)
+        updates = metafunc.definition.path.name == "test_engine_updates.py"
+        metafunc.parametrize("bench", [*IN_THIS_PROCESS, *(COPYING if updates else ())], indirect=True)
 
 
-def in_this_process(name: str) -> Engine:
-    """Return an engine of ``IN_THIS_PROCESS``."""
+def in_this_process(name: str, **options: Any) -> EmbeddedEngine:
+    """Return an engine of ``IN_THIS_PROCESS`` or ``COPYING``; ``options`` are further arguments of its class."""
     tokenizer, model = build_tokenizer(CONFIG), peaked_model(0, foreign=name == "transformers")
-    return IN_THIS_PROCESS[name](model, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode)
+    kind = IN_THIS_PROCESS.get(name, EmbeddedEngine)
+    if name == LATE:
+        options = {"copies": PinnedCopies(LateStream(), buffer_bytes=4096), **options}
+    elif name == ON_GPU:
+        model = model.to(torch.device("cuda", torch.cuda.current_device()))
+    return kind(model, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode, **options)
 
 
 @pytest.fixture

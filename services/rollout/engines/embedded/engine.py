@@ -34,6 +34,7 @@ from penstock.shared.protocol.generation import (
     WeightInfo,
 )
 from penstock.shared.protocol.weights import short_digest
+from penstock.shared.weights.pinned import PinnedCopies, pinned_copies
 
 __all__ = ["EmbeddedEngine"]
 
@@ -47,7 +48,8 @@ class EmbeddedEngine:
     """Continuous batching in one dedicated thread. The event loop owns the requests, the thread owns the tensors.
 
     Everything that touches tensors is a call in that thread. Calls run one after another; the gap between two calls is
-    a token boundary. ``_interrupt`` ends a running decode call at the next token boundary.
+    a token boundary. ``_interrupt`` ends a running decode call at the next token boundary. Only copies of new weights
+    to a GPU have another thread, so that decoding goes on meanwhile.
     """
 
     title: ClassVar[str] = "the embedded engine"
@@ -69,6 +71,7 @@ class EmbeddedEngine:
         base: str = "",
         record_routes: bool = False,
         grammars: Grammars | None = None,
+        copies: PinnedCopies | None = None,
     ) -> None:
         self._model, self._grammars = model, grammars or Grammars()
         self._max_running = max_running
@@ -80,6 +83,9 @@ class EmbeddedEngine:
             weights=short_digest(digest), record_routes=record_routes, on_tokens=self._on_tokens,
         )  # fmt: skip
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decode")
+        self._copies = copies or pinned_copies(model.device)
+        self._copying: asyncio.Future[None] | None = None
+        self._copy_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._requests = Requests()
         self._cancelled: set[int] = set()
         self._changed = asyncio.Event()
@@ -129,6 +135,8 @@ class EmbeddedEngine:
         if self._driver is not None:
             self._driver.cancel()
             await asyncio.wait([self._driver])
+        await self._end_copies()
+        await asyncio.to_thread(self._copy_thread.shutdown)
         await asyncio.to_thread(self._thread.shutdown)
         await self._grammars.close()
         self._requests.fail(self._unavailable)
@@ -141,6 +149,8 @@ class EmbeddedEngine:
         weight slot would keep the memory of the whole slot.
         """
         self._served.give_up(dirty=False)
+        if self._copies is not None:
+            self._copies.close()
         self._batch.close()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
@@ -290,7 +300,7 @@ class EmbeddedEngine:
                 f"a base is updated in place and under an adapter: mode '{mode}', this engine has {has} adapter"
             )
         parameters = base_parameters(self._model, remove_duplicate=False) if base else self._policy_parameters()
-        self._served.begin(WeightUpdate(parameters, version, digest, mode, guard, base))
+        self._served.begin(WeightUpdate(parameters, version, digest, mode, guard, base, self._copies))
         if mode == "in_place":
             self._frozen_at = time.perf_counter()
             await self._call(lambda: None)
@@ -302,11 +312,42 @@ class EmbeddedEngine:
         try:
             if in_place:
                 await self._call(lambda: update.stage(tensors))
-            else:
+            elif self._copies is None:
                 update.stage(tensors)
+            else:
+                await self._stage_beside(update, tensors)
         except WeightsError:
-            await self._close_update(failed=in_place)
+            if self._served.update is update:  # else it was aborted meanwhile
+                await self._close_update(failed=in_place)
             raise
+
+    async def _stage_beside(self, update: WeightUpdate, tensors: Mapping[str, Tensor]) -> None:
+        """Stage tensors in a thread of its own while decoding continues.
+
+        A cancelled caller first waits until the copies have ended, because it releases the memory that they read.
+        """
+        self._copying = asyncio.get_running_loop().run_in_executor(self._copy_thread, update.stage, tensors)
+        try:
+            await asyncio.shield(self._copying)
+        finally:
+            await self._end_copies()
+
+    async def _end_copies(self) -> None:
+        """End copies of weights in progress, and wait for their end. Safe to repeat."""
+        copying, cancelled = self._copying, False
+        while copying is not None and not copying.done():
+            if (update := self._served.update) is not None:
+                update.given_up = True
+            try:
+                await asyncio.wait([copying])
+            except asyncio.CancelledError:
+                cancelled = True
+        if copying is not None:
+            copying.exception()  # marks it as retrieved, which a cancelled caller does not
+            if self._copying is copying:
+                self._copying = None  # its error refers to the tensors, and so to a slot
+        if cancelled:
+            raise asyncio.CancelledError
 
     async def commit_update(self) -> float:
         """Activate the staged weights, drop stale caches and change the version; see ``Engine.commit_update``."""
@@ -334,7 +375,8 @@ class EmbeddedEngine:
         return pause_s if frozen_at is None else time.perf_counter() - frozen_at
 
     async def abort_update(self) -> None:
-        """Discard the open update; see ``Engine.abort_update``."""
+        """Discard the open update; see ``Engine.abort_update``. Copies to the device end first."""
+        await self._end_copies()
         if self._served.update is not None:
             await self._close_update(failed=self._served.update.touched)
 
