@@ -154,8 +154,8 @@ bench-page: $(BIN)/pytest  ## first paint of the web page, and when it shows 200
 bench-embodied: $(BIN)/fonttools  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
 	$(BIN)/python benchmarks/embodied_training.py $(ARGS)
 
-bench-robots: $(BIN)/pytest  ## a cube pushed in ManiSkill (installs it), and an arm whose actions are tokens, three seeds each
-	$(BIN)/penstock sims install maniskill
+bench-robots: $(BIN)/pytest  ## robot jobs of examples, each with its goal (installs ManiSkill and LIBERO; ARGS="--jobs pushcube,worldmodel --seeds 1,2,3")
+	for name in maniskill libero; do $(BIN)/penstock sims install $$name || exit; done
 	$(BIN)/python benchmarks/robots.py $(ARGS)
 
 $(SB3_VENV)/bin/.stable-baselines3:

@@ -56,8 +56,8 @@ start() { # build the images and start every service
   say "all services healthy"
 }
 
-submit() { # submit: the job file on stdin; sets `job`
-  job=$(call /v1/jobs -X POST -H 'Content-Type: application/yaml' --data-binary @- | field 'd["id"]')
+submit() { # submit: the job file on stdin; sets `job`. The reply waits for the trial of a simulator, which imports much
+  job=$(call /v1/jobs --max-time 180 -X POST -H 'Content-Type: application/yaml' --data-binary @- | field 'd["id"]')
   say "submitted $job"
 }
 

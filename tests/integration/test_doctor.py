@@ -56,9 +56,19 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
     assert found["streams of a demo"]["fix"] == "penstock demo --data-dir FOLDER"
 
 
-@pytest.mark.parametrize("script", ["#!/bin/sh\necho 'ImportError: libGL' >&2\nexit 1\n", "#!/nowhere/python\n"])
+@pytest.mark.parametrize(
+    ("script", "fix"),
+    [
+        ("#!/bin/sh\necho 'ImportError: metaworld' >&2\nexit 1\n", "penstock sims install metaworld --again"),
+        ("#!/nowhere/python\n", "penstock sims install metaworld --again"),
+        (
+            "#!/bin/sh\necho 'ImportError: libGL.so.1: cannot open shared object file: No such file' >&2\nexit 1\n",
+            "run `apt-get install -y libgl1` on the host of the simulator",
+        ),
+    ],
+)
 def test_a_broken_simulator_is_a_warning_with_its_repair(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, fix: str
 ) -> None:
     """Meta-World is installed, but its interpreter fails or does not run. The other simulators work."""
     works = tmp_path / "python"
@@ -82,7 +92,7 @@ def test_a_broken_simulator_is_a_warning_with_its_repair(
     assert found()["state"] == "ok", "an installation that did not end counts as none"
     (broken.parents[1] / INSTALLED).write_text("{}")
     row = found()
-    assert (row["state"], row["fix"]) == ("warning", "penstock sims install metaworld --again")
+    assert (row["state"], row["fix"]) == ("warning", fix)
     assert row["detail"] == "gymnasium, libero, maniskill, world_model; not here: metaworld"
 
 

@@ -16,15 +16,20 @@ import psutil
 import pytest
 
 from penstock.services.rollout.embodied import simulators
+from penstock.services.rollout.embodied.engine import Decided, PolicyEngine
+from penstock.services.rollout.embodied.films import FilmMaker, Shot
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.transport import env_client
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
 from penstock.shared.transport.server import NatsServer
 from tests.contract.simulated_envs import DIE, FOLDER, NOT_A_NUMBER, RAISE
-from tests.integration.embodied_worker import env_service, job, until, worker_of
+from tests.integration.embodied_worker import JOB, PATIENCE_S, env_service, job, spec_of, until, worker_of
 from tests.integration.test_embodied_rollout import always
 
+STOP_S = 20.0
 LONG = {"options": {"max_episode_steps": 1_000_000}, "bytes_per_step": 128}
 
 
@@ -140,3 +145,33 @@ async def test_an_idle_worker_keeps_its_sessions(bus: Bus, tmp_path: Path, monke
 
 async def never(_: Any) -> None:
     """Leave the session open, as a killed worker does."""
+
+
+class Hesitating(PolicyEngine):
+    """Policy whose decisions never end."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked = asyncio.Event()
+
+    async def decide(self, *_: Any) -> Decided:
+        """Wait until cancelled."""
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.long
+async def test_a_worker_can_stop_in_a_film_whose_env_worker_has_left(bus: Bus, tmp_path: Path) -> None:
+    """Nobody answers when the cancelled film closes its session, as in a deployment that stops all services at once."""
+    config = job("CartPole-v1", horizon=30, policy="categorical")
+    spec = await asyncio.to_thread(spec_of, config)
+    engine = Hesitating(build_policy(config.policy, spec, action_chunk=1, seed=7))
+    films = FilmMaker(bus, ServiceSettings(host_id="elsewhere", shm_dir=tmp_path, data_dir=tmp_path))
+    films.want(Shot(job=JOB, config=config, policy=engine, version=1, reset_id=1))
+    making = asyncio.create_task(films.run())
+    async with env_service(bus):
+        await asyncio.wait_for(engine.asked.wait(), PATIENCE_S)
+    making.cancel()
+    await asyncio.wait([making], timeout=STOP_S)
+    assert making.cancelled()

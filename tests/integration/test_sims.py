@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -32,6 +33,38 @@ def test_a_simulator_that_is_not_installed_names_the_command(tmp_path: Path) -> 
     (tmp_path / "metaworld" / INSTALLED).write_text("{}")
     with pytest.raises(ConfigError, match="penstock sims install metaworld"):
         open_simulator(OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("library", "advice"),
+    [
+        ("libGL.so.1", "run `apt-get install -y libgl1` on the host"),
+        ("libother-2.so.7", "install the system package that has libother-2.so.7 on the host"),
+    ],
+)
+def test_a_simulator_without_a_library_of_the_system_names_it(tmp_path: Path, library: str, advice: str) -> None:
+    """The modules of the simulator are installed, and one of them cannot load a shared library."""
+    loader = tmp_path / "metaworld.py"
+    loader.write_text(f"raise ImportError('{library}: cannot open shared object file: No such file or directory')\n")
+    python = tmp_path / "metaworld" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "metaworld" / INSTALLED).write_text("{}")
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        open_simulator(OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld"), tmp_path)
+
+
+def test_libraries_of_the_system_are_looked_for_before_anything_is_installed(tmp_path: Path) -> None:
+    """The interpreter finds no shared library, as on a machine without a desktop."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'OSError: cannot open shared object file' >&2\nexit 1\n")
+    python.chmod(0o755)
+    environment = {"PENSTOCK_SIMS_DIR": str(tmp_path / "sims")}
+    result = CliRunner().invoke(app, ["sims", "install", "maniskill", "--python", str(python)], env=environment)
+    assert result.exit_code == 2, result.output
+    assert "apt-get install -y libx11-6 libgl1 libglib2.0-0" in " ".join(result.output.split())
+    assert not (tmp_path / "sims").exists()
 
 
 def test_an_interpreter_counts_once_its_installation_is_complete(tmp_path: Path) -> None:

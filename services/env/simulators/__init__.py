@@ -36,6 +36,7 @@ __all__ = [
     "Stored",
     "adapter_of",
     "describe_simulator",
+    "how_to_get_library",
     "interpreter_of",
     "open_simulator",
 ]
@@ -56,6 +57,8 @@ PACKAGES = {
     "metaworld": frozenset({"metaworld", "gymnasium", "mujoco", "numpy"}),
 }
 """Modules that ``penstock sims install`` installs for a backend."""
+LIBRARIES = {"libGL.so.1": "libgl1", "libX11.so.6": "libx11-6", "libgthread-2.0.so.0": "libglib2.0-0"}
+"""Shared libraries that modules of simulators load and pip does not install, and the Debian package of each."""
 NOT_HERE = {
     "behavior": "BEHAVIOR-1K: Isaac Sim, OmniGibson, NVIDIA GPUs with ray tracing, and data that has its own licence",
     "calvin": "CALVIN: calvin_env with PyBullet, EGL, and its data set",
@@ -118,13 +121,24 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
 
 
 def _hint(error: str, backend: str, python: str) -> str:
-    """Return advice on how to install a module that ``error`` says is missing, or '' for any other error."""
+    """Return advice on how to install a module or library that ``error`` says is missing, or '' for any other error."""
     missing = re.search(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)", error)
     if missing is None:
-        return ""
+        library = how_to_get_library(error)
+        return f": {library}" if library else ""
     if missing[1].partition(".")[0] in PACKAGES.get(backend, ()):
         return f": run `penstock sims install {backend}`"
     return f": install what has '{missing[1]}' into the interpreter of the simulator, {python}"
+
+
+def how_to_get_library(error: str) -> str:
+    """Return advice on how to install a shared library that ``error`` says is missing, or '' for any other error."""
+    missing = re.search(r"(lib[\w.+-]+\.so[.\d]*): cannot open shared object file", error)
+    if missing is None:
+        return ""
+    if missing[1] in LIBRARIES:
+        return f"run `apt-get install -y {LIBRARIES[missing[1]]}` on the host of the simulator"
+    return f"install the system package that has {missing[1]} on the host of the simulator"
 
 
 def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:

@@ -8,6 +8,7 @@ the video shows what was measured.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -101,7 +102,8 @@ class FilmMaker:
                 facts = await _play(client, shot)
                 data, reason = await client.film(0, deadline_s=MARGIN_S + shot.config.held_out_simulator.step_limit_s)
             finally:
-                await client.close()
+                with contextlib.suppress(PenstockError):  # which would take the place of a cancellation
+                    await client.close()
         finally:
             await asyncio.to_thread(mail.close)
         if reason:

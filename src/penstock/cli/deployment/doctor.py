@@ -22,7 +22,7 @@ from penstock.client import Client
 from penstock.local import LARGEST, StreamSizes, plan_room, read_state
 from penstock.local.engines import engine_problem
 from penstock.local.ports import claimable
-from penstock.services.env.simulators import INSTALLED
+from penstock.services.env.simulators import INSTALLED, how_to_get_library
 from penstock.shared.config.rollout import ENVIRONMENTS
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, PenstockError, Unavailable
@@ -120,11 +120,11 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
 def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
     """Check the optional simulators: warn only about a simulator that is installed and does not work."""
     found = list(find_simulators(settings))
-    missing = [name for name, _, problem in found if problem]
+    missing = {name: problem for name, _, problem in found if problem}
     broken = [name for name in missing if (settings.sims_dir.expanduser() / name / INSTALLED).exists()]
     ready = ", ".join(name for name, _, problem in found if not problem) or "none"
     detail = f"{ready}; not here: {', '.join(missing)}" if missing else ready
-    fix = how_to_install(broken[0], again=True) if broken else ""
+    fix = how_to_get_library(missing[broken[0]]) or how_to_install(broken[0], again=True) if broken else ""
     yield Finding("simulators", "warning" if broken else "ok", detail, fix)
 
 

@@ -20,7 +20,15 @@ import typer
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, console, note, show_json, table
 from penstock.local.world_model import Fitting, fit, write_world_model
-from penstock.services.env.simulators import ADAPTER, BACKENDS, INSTALLED, NAME, interpreter_of
+from penstock.services.env.simulators import (
+    ADAPTER,
+    BACKENDS,
+    INSTALLED,
+    LIBRARIES,
+    NAME,
+    how_to_get_library,
+    interpreter_of,
+)
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.data.demonstrations import read_demonstrations
 from penstock.shared.errors import ConfigError
@@ -52,17 +60,21 @@ class Pins:
         packages: pinned requirements for pip.
         imports: Python code to put after ``import``; the whole statement succeeds only if the simulator works.
         note: hint about requirements that pip cannot install.
+        libraries: shared libraries of the system without which the simulator does not start.
     """
 
     packages: tuple[str, ...]
     imports: str
     note: str = ""
+    libraries: tuple[str, ...] = ()
 
 
 ENCODER = "imageio-ffmpeg==0.8.1"
 """Package that encodes films (BSD-2-Clause). It contains the program ffmpeg (GPL), which runs as its own process."""
 PACKAGING = "packaging==26.3"
 """Package that the MuJoCo environments of Gymnasium import without declaring it as a dependency."""
+OPENCV = ("libGL.so.1", "libgthread-2.0.so.0")
+"""Shared libraries that OpenCV loads."""
 PICTURES = "pictures and videos need OSMesa: apt-get install -y libosmesa6"
 PINS = {
     "gymnasium": Pins(
@@ -74,11 +86,13 @@ PINS = {
         ("rlinf-libero==0.1.3", "robosuite==1.4.1", "bddl==3.6.0", "mujoco==3.3.0", "numpy==1.26.4", ENCODER),
         "bddl, mujoco, libero",
         f"meshes come by libero-download-assets in its bin folder; {PICTURES}",
+        OPENCV,
     ),
     "maniskill": Pins(
         ("torch==2.13.0", "mani_skill==3.0.1", "sapien==3.0.3", "gymnasium==1.4.0", "numpy==1.26.4", ENCODER),
         "sapien, importlib.metadata; importlib.metadata.version('mani_skill')",  # importing mani_skill takes seconds
         "videos need Vulkan: a GPU's driver, or apt-get install -y libvulkan1 mesa-vulkan-drivers (Mesa 25 or newer)",
+        ("libX11.so.6", *OPENCV),
     ),
     "metaworld": Pins(
         ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0", PACKAGING, ENCODER),
@@ -151,6 +165,7 @@ def _install(
     name: str, pins: Pins, folder: Path, python: Path, *, adapter: Path | None = None, index: str | None = None
 ) -> None:
     started = time.monotonic()
+    _check_libraries(name, pins, python)
     if folder.exists():
         shutil.rmtree(folder)
     _run([str(python), "-m", "venv", str(folder)], f"making an environment in {folder}")
@@ -165,11 +180,30 @@ def _install(
     note(f"{name} is ready after {time.monotonic() - started:.0f} s{': ' + pins.note if pins.note else ''}")
 
 
+def _check_libraries(name: str, pins: Pins, python: Path) -> None:
+    """Load the shared libraries of a simulator, before gigabytes are installed.
+
+    Raises:
+        ConfigError: some are missing; the message has the command that installs them.
+    """
+    commands = {one: [str(python), "-c", _load(one)] for one in pins.libraries}
+    missing = [one for one in commands if subprocess.run(commands[one], capture_output=True, check=False).returncode]
+    if missing:
+        packages = " ".join(LIBRARIES[one] for one in missing)
+        raise ConfigError(f"{name} needs {', '.join(missing)}: run `apt-get install -y {packages}`, then this command")
+
+
+def _load(*libraries: str) -> str:
+    """Return Python code that loads shared libraries."""
+    return f"import ctypes; [ctypes.CDLL(one) for one in {libraries!r}]"
+
+
 def _trial(name: str, python: str, folder: Path) -> list[str]:
     """Return a command that tries out a simulator; its exit status is 0 only if the simulator works."""
     if name not in BACKENDS:
         return [python, "-P", str(folder / ADAPTER)]
-    return [python, "-c", f"import {PINS[name].imports if name in PINS else 'numpy'}"]
+    pins = PINS.get(name, Pins((), "numpy"))
+    return [python, "-c", f"import {pins.imports}; {_load(*pins.libraries)}"]
 
 
 @app.command(name="ls")
@@ -229,7 +263,7 @@ def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]
             yield name, python, f"{python} does not run: {error}"
             continue
         last = (result.stderr.strip().splitlines() or [""])[-1]
-        yield name, python, f"{last}: {how_to_install(name)}" if result.returncode else ""
+        yield name, python, f"{last}: {how_to_get_library(last) or how_to_install(name)}" if result.returncode else ""
 
 
 def how_to_install(name: str, *, again: bool = False) -> str:
