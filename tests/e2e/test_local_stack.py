@@ -52,8 +52,8 @@ def running(directory: Path) -> UpState:
     return state
 
 
-def up(directory: Path) -> UpState:
-    result = penstock("up", "--detach", "--port", "0", "--data-dir", str(directory), "--json")
+def up(directory: Path, *words: str) -> UpState:
+    result = penstock("up", "--detach", "--port", "0", "--data-dir", str(directory), "--json", *words)
     assert result.returncode == 0, result.stderr
     state, shown = running(directory), json.loads(result.stdout)
     assert (shown["url"], shown["pid"], shown["data_dir"]) == (state.url, state.pid, str(directory))
@@ -64,6 +64,14 @@ def up(directory: Path) -> UpState:
     assert "Ctrl-C" not in result.stderr
     assert f"next: penstock submit {EXAMPLES / 'addition.yaml'} --follow\n" in result.stderr
     return state
+
+
+@pytest.fixture
+def vllm(python_with: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Interpreter with vLLM, which ``penstock engines`` finds in whatever home directory."""
+    python = python_with("vllm")
+    monkeypatch.setenv("PENSTOCK_ENGINES_DIR", str(python.parents[2]))
+    return python
 
 
 @pytest.fixture
@@ -160,3 +168,21 @@ def check_end(state: UpState, job: str) -> None:
     env = {"PENSTOCK_URL": state.url}
     assert json.loads(penstock("audit", "smoke", "--json", **env).stdout)["ok"]
     assert penstock("logs", "smoke", "--service", "trainer-0", **env).returncode == 0
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_up_with_vllm_trains_a_job_on_it(vllm: Path, directory: Path) -> None:
+    """The environment is there, so ``up`` installs nothing, and starts its rollout worker with that interpreter."""
+    state = up(directory, "--engine", "vllm")
+    assert "step 1 of" not in (directory / "logs" / "up.log").read_text()
+    pythons = [psutil.Process(state.processes[name]).cmdline()[0] for name in ("rollout-0", "trainer-0")]
+    assert pythons == [str(vllm), sys.executable]
+    job = with_overrides(yaml.safe_load(SMOKE.read_text()), ["train.max_updates=2", "warm_start.steps=20"])
+    with Client(state.url, retries=8) as client:
+        id = client.submit({**job, "rollout": {"engine": "vllm", "kv_cache_gib": 0.25}}).id
+        end = client.wait(id, timeout_s=600)
+        assert (end.status.phase, end.status.step) == ("succeeded", 2), client.why(id)
+        report = client.audit(id)
+        assert report["ok"], report["violations"]

@@ -18,6 +18,7 @@ from penstock.cli import app
 from penstock.cli.deployment import engines as command
 from penstock.cli.deployment.engines import interpreter_with
 from penstock.cli.deployment.machine import _pythons as pythons_of
+from penstock.cli.exits import UNREACHABLE, USAGE
 from penstock.local import engines
 from penstock.local.engines import engine_problem, engine_python, install_engine
 from penstock.shared.config.rollout import ENVIRONMENTS
@@ -47,6 +48,32 @@ def test_an_interpreter_of_the_user_must_be_there(tmp_path: Path) -> None:
         interpreter_with(f"vllm={tmp_path}/python")
     with pytest.raises(ConfigError, match="no engine 'warp'"):
         interpreter_with(f"warp={sys.executable}")
+
+
+def test_up_starts_nothing_if_its_engine_cannot_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment is begun, and no package index has what it lacks. ``up`` says so, and leaves no deployment."""
+    folder, data_dir = tmp_path / "engines" / "vllm", tmp_path / "data"
+    (folder / "bin").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "vllm.txt").write_text(f"{tmp_path}/first-1.0-py3-none-any.whl\n")
+    monkeypatch.setattr(engines, "LOCKS", tmp_path)
+    engines._write(folder, engines._Installation(engines._digest(engines._pins("vllm"))))
+    environment = {"PENSTOCK_ENGINES_DIR": str(folder.parent), "PENSTOCK_DATA_DIR": str(data_dir)}
+    result = CliRunner().invoke(app, ["up", "--engine", "vllm", "--port", "0"], env=environment)
+    assert result.exit_code == UNREACHABLE
+    assert "first-1.0-py3-none-any.whl failed with exit status 1; the same command goes on" in result.output
+    assert "ERROR: " in result.output, "pip's own reason"
+    missing = tmp_path / "python"
+    result = CliRunner().invoke(app, ["up", "--engine", f"vllm={missing}", "--port", "0"], env=environment)
+    assert (result.exit_code, result.output) == (USAGE, f"error: --engine vllm: there is no interpreter {missing}\n")
+    result = CliRunner().invoke(
+        app, ["demo", "--set", "rollout.engine=vllm", "--data-dir", str(data_dir)], env=environment
+    )
+    assert result.exit_code == USAGE
+    assert "was interrupted; run: penstock engines install vllm" in result.output
+    assert not data_dir.exists()
 
 
 def test_engines_of_one_library_have_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,15 @@ async def completion(bench: Any, name: str, **sampling: Any) -> Any:
 
 
 async def test_the_end_of_one_completion_ends_no_other(bench: Any) -> None:
-    """SGLang ends every request whose rid begins with the given rid, so 1 must not be a prefix of 10."""
+    """SGLang ends every request whose rid begins with the given rid, so 1 must not be a prefix of 10.
+
+    The two that are aborted have four times as many tokens as the others, so that a server that is faster than this
+    process has not completed them by then.
+    """
+    lengths = [2 * bench.length] * 2 + [bench.length // 2] * (bench.max_running - 2)
     tasks = [
-        asyncio.create_task(bench.engine.generate(bench.ask(f"r{i}", max_new_tokens=120)))
-        for i in range(bench.max_running)
+        asyncio.create_task(bench.engine.generate(bench.ask(f"r{i}", max_new_tokens=length)))
+        for i, length in enumerate(lengths)
     ]
     await bench.until_tokens(5 * bench.max_running)
     assert await bench.engine.abort(["r0", "r1"]) == 2

@@ -30,19 +30,36 @@ async def test_abort_answers_with_what_is_there(bench: Any) -> None:
 
 
 async def test_abort_of_all_reaches_what_waits(bench: Any) -> None:
+    """A server may have memory for a quarter of the first request only: it queues the rest, and aborts it there."""
     started: set[int] = set()
-    requests = [bench.ask(str(i), n=bench.max_running) for i in range(2)]
+    requests = [bench.ask(str(i), n=bench.max_running, max_new_tokens=2 * bench.length) for i in range(2)]
     tasks = [
         asyncio.create_task(bench.engine.generate(each, lambda token: started.add(token.index))) for each in requests
     ]
     async with asyncio.timeout(60):
-        while len(started) < bench.max_running:  # a server receives the completions one by one
+        while len(started) < bench.max_running // 4:  # a server receives the completions one by one
             await asyncio.sleep(0.001)
+    begun = set(started)
     assert await bench.engine.abort() == 2
     running, waiting = [(await task).samples for task in tasks]
-    assert all(sample.finish == "abort" for sample in [*running, *waiting])
-    assert all(sample.token_ids for sample in running)
+    assert [sample.finish for sample in [*running, *waiting]] == ["abort"] * 2 * bench.max_running
+    assert all(running[index].token_ids for index in begun)
     assert all(sample.token_ids == [] and sample.spans == [] for sample in waiting)
+    health = await bench.engine.health()
+    assert (health["running"], health["waiting"]) == (0, 0)
+
+
+async def test_abort_reaches_what_a_pause_overtook(bench: Any) -> None:
+    """A server may receive a request after a pause that was sent later, and then keeps it without decoding it."""
+    task = asyncio.create_task(bench.engine.generate(bench.ask("overtaken", n=bench.max_running)))
+    while not bench.engine.running:
+        await asyncio.sleep(0)
+    await bench.engine.pause("keep")
+    async with asyncio.timeout(30):
+        assert await bench.engine.abort() == 1
+    assert [sample.finish for sample in (await task).samples] == ["abort"] * bench.max_running
+    await bench.engine.resume()
+    assert len((await bench.engine.generate(bench.ask("after", max_new_tokens=5))).samples[0].token_ids) == 5
 
 
 async def test_pause_keep_goes_on_where_it_stopped(bench: Any) -> None:

@@ -22,6 +22,7 @@ from penstock.services.rollout.engines.servers.stream import ServerStream, name_
 from penstock.shared.config.rollout import SglangConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, PenstockError, Unavailable
+from penstock.shared.runtime.tasks import end_tasks
 
 __all__ = ["ServerAdapter"]
 
@@ -86,6 +87,15 @@ class ServerAdapter(EngineAdapter[S, C]):
         return self.stream_type(completion, self._detokenize, rid=rid, label=self._label)
 
     async def _decode(self, stream: S) -> Finish:
+        """Read a completion to its end, or until ``_end`` closes its connection."""
+        stream.reading = asyncio.create_task(self._read(stream))
+        try:
+            await asyncio.wait([stream.reading])
+        finally:
+            await end_tasks([stream.reading])
+        return "abort" if stream.reading.cancelled() else stream.reading.result()
+
+    async def _read(self, stream: S) -> Finish:
         """Read a completion up to the server's final event, which reports the weight label of each token."""
         assert self._server is not None
         events = self._server.events(self.generate_path, self._body(stream))
@@ -107,14 +117,22 @@ class ServerAdapter(EngineAdapter[S, C]):
         raise Unavailable(f"{self.title} did not say how a completion ended")
 
     async def _end(self, streams: Sequence[S]) -> None:
-        """Abort streams repeatedly until they have ended, because a request may reach the server after its abort."""
-        end = time.monotonic() + CALL_S
+        """Abort streams repeatedly until they have ended, because a request may reach the server after its abort.
+
+        Close the connection of one that has no token after its first abort: SGLang forgets an abort of a request that
+        arrived in a pause, and ignores any further one. Servers end a request whose connection is closed.
+        """
+        end, aborted = time.monotonic() + CALL_S, False
         while left := [stream for stream in streams if self._dispatch.lives(stream)]:
             if self._dispatch.failure is not None:
                 return
             if time.monotonic() > end:
                 raise DeadlineError(f"{self.title} did not end {len(left)} completions within {CALL_S:g} s")
             await self._ask_to_end(left)
+            for stream in left:
+                if aborted and not stream.token_ids and stream.reading is not None:
+                    stream.reading.cancel()
+            aborted = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_AGAIN_S):
                     await self._dispatch.until(lambda: not any(map(self._dispatch.lives, streams)))

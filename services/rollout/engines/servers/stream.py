@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ class ServerStream(Written, ABC):
     """Request id; see ``name_of``."""
     label: str = ""
     """Label of the weights that were served when the request was sent."""
+    reading: asyncio.Task[Finish] | None = None
+    """Reads the events of the completion; cancelling it closes the connection."""
 
     @abstractmethod
     def take(self, part: Mapping[str, Any], label: str) -> tuple[list[Token], Finish | None]:

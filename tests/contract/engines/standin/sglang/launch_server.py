@@ -3,7 +3,9 @@
 It copies what an adapter would notice of the real server: a pause is answered before the scheduler has paused;
 tokens of a retracted completion are computed again; the last event alone reports the version of each token; events
 repeat earlier tokens or do not (``--incremental-streaming-output``); the end of a waiting completion repeats its
-last token; an abort ends all requests whose rid begins with its rid, and none for an unknown rid; cached prefixes
+last token; an abort ends all requests whose rid begins with its rid, and none for an unknown rid; a request that
+arrives in a pause reaches the scheduler afterwards, an abort of it in the pause has no effect, nor has a later one, and
+its connection's end ends it; cached prefixes
 outlive an update without a flush; ``ignore_eos`` also ignores stop tokens, and without it a token ``<|eom_id|>`` of the
 tokenizer also ends a completion whose request does not name it; an update ignores unknown names, and one
 that cannot be loaded ends the server; log-probs are of the logits after penalties, divided by the temperature; unknown
@@ -115,6 +117,7 @@ class Front:
         self.version = options.weight_version
         self.buffers: dict[str, EventBuffer] = {}
         self.reported: dict[str, int] = {}
+        self.aborted: set[str] = set()
         self.may_start = asyncio.Condition()
         self.paused = False
         self.scheduler: Scheduler
@@ -144,6 +147,7 @@ class Front:
     def close(self, rid: str) -> None:
         if self.buffers.pop(rid, None) is not None:
             self.reported.pop(rid)
+            self.aborted.discard(rid)
             self.scheduler.post("abort", rid)
 
     # -- routes ------------------------------------------------------------------------------------------------------
@@ -156,37 +160,46 @@ class Front:
             return _refused(str(error).splitlines()[1] + str(error).splitlines()[2])
         if len(asked.input_ids) + params.max_new_tokens > self.options.context_length:
             return _refused(f"the input ({len(asked.input_ids)} tokens) is longer than the model's context length")
-        async with self.may_start:
-            await self.may_start.wait_for(lambda: not self.paused)
         if asked.rid in self.buffers:
             return _refused(f"Duplicate request ID detected: {asked.rid}")
         buffer, self.reported[asked.rid] = self.buffers.setdefault(asked.rid, EventBuffer()), 0
-        self.scheduler.post("add", Completion(asked.rid, asked.input_ids, params.model_dump(), asked.top_logprobs_num,
-                                              asked.logprob_start_len))  # fmt: skip
+        completion = Completion(asked.rid, asked.input_ids, params.model_dump(), asked.top_logprobs_num,
+                                asked.logprob_start_len)  # fmt: skip
         if asked.stream:
-            return StreamingResponse(self._events(asked.rid, buffer), media_type="text/event-stream")
+            return StreamingResponse(self._events(completion, buffer), media_type="text/event-stream")
+        await self._dispatch(completion)
         while True:
             event = await buffer.take(incremental=False)
             if event["meta_info"]["finish_reason"] is not None:
                 self.close(asked.rid)
                 return JSONResponse(event)
 
-    async def _events(self, rid: str, buffer: EventBuffer) -> AsyncIterator[str]:
+    async def _dispatch(self, completion: Completion) -> None:
+        async with self.may_start:
+            await self.may_start.wait_for(lambda: not self.paused)
+        self.scheduler.post("add", completion)
+
+    async def _events(self, completion: Completion, buffer: EventBuffer) -> AsyncIterator[str]:
         try:
+            await self._dispatch(completion)
             while True:
                 event = await buffer.take(incremental=self.options.incremental_streaming_output)
                 if event["meta_info"]["finish_reason"] is not None:
-                    self.buffers.pop(rid, None)
+                    self.buffers.pop(completion.rid, None)
+                    self.aborted.discard(completion.rid)
                     yield f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
                     return
                 yield f"data: {json.dumps(event)}\n\n"
         finally:
-            self.close(rid)
+            self.close(completion.rid)
 
     async def abort(self, request: Request) -> Response:
         asked = Abort.model_validate(await request.json())
-        if asked.abort_all or asked.rid in self.buffers:
-            self.scheduler.post("abort", "" if asked.abort_all else asked.rid)
+        if asked.abort_all:
+            self.scheduler.post("abort", "")
+        elif asked.rid in self.buffers and asked.rid not in self.aborted:
+            self.aborted.add(asked.rid)
+            self.scheduler.post("abort", asked.rid)
         return Response()
 
     async def pause(self, request: Request) -> Response:
