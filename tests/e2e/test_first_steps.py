@@ -86,7 +86,8 @@ def test_an_agent_that_is_asked_and_judged_gets_new_versions(stack: Any, url: st
         statuses.update({name: stack.client.feedback_status(name).status for name in feedback})
         return set(statuses.values()) == {"trained"}
 
-    stack.until(all_are_trained, "the feedback to be trained", 90, lambda: (statuses, stack.client.why("agent")))
+    job = stack.client.find("agent").id
+    stack.until(all_are_trained, "the feedback to be trained", 90, lambda: (statuses, stack.client.why(job)))
     stack.until(lambda: version(ask(url, "3+4=")[1]) >= 1, "a later version to answer", 60)
 
 
