@@ -107,7 +107,6 @@ NOT_RUN_LIKE = {
     r"\{ cat .*vllm.*": GIGABYTES,
     r"penstock engines install NAME": GIGABYTES,
     r"penstock sims install (metaworld|maniskill|libero)\b.*": GIGABYTES,
-    r"penstock submit examples/maniskill-.*": GIGABYTES,
     r"penstock sims install (gymnasium|NAME.*)": "run by tests/integration/test_sims.py",
     r"python3 -m venv .* && .*": GIGABYTES,
     r"python -m penstock\.services\.(trainer|coordinator)": "a service, which `penstock up` starts",
