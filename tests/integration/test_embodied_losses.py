@@ -163,7 +163,7 @@ class Hesitating(PolicyEngine):
 
 @pytest.mark.long
 async def test_a_worker_can_stop_in_a_film_whose_env_worker_has_left(bus: Bus, tmp_path: Path) -> None:
-    """Nobody answers when the cancelled film closes its session, as in a deployment that stops all services at once."""
+    """The cancelled film closes its session without an answer, as in a deployment that stops all services at once."""
     config = job("CartPole-v1", horizon=30, policy="categorical")
     spec = await asyncio.to_thread(spec_of, config)
     engine = Hesitating(build_policy(config.policy, spec, action_chunk=1, seed=7))
