@@ -119,6 +119,7 @@ async def test_an_unreadable_message_is_one_dead_letter(live: Any, dlq: Dlq, tmp
 
     async with led(live, 1, tmp_path):
         rows = await live.until(lambda: _both(dead_letters), "both dead letters")
+        await live.until(lambda: _led(live, 1), "first leader")
         where = {(row["stream"], row["sequence"]): row for row in rows}
         assert set(where) == {(subjects.FEEDBACK, first), (subjects.INTERACTIONS, second)}
         assert "expected a Interaction, got a 'FeedbackBatch'" in where[subjects.INTERACTIONS, second]["reason"]
