@@ -99,7 +99,7 @@ class EngineServer:
             process = await asyncio.create_subprocess_exec(
                 str(python), "-c", _LEASH, str(os.getpid()), *command,
                 stdin=asyncio.subprocess.DEVNULL, stdout=2, env={**inherited, "PATH": path, **environment},
-                start_new_session=True,
+                process_group=0,  # no session of its own: Linux may let a busy session starve those of this process
             )  # fmt: skip
         except OSError as error:
             reason = error.strerror or error
