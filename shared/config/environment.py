@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import Source, TasksSource
@@ -27,6 +29,8 @@ __all__ = [
     "completion_tokens",
     "room_of",
 ]
+
+_UPLOADED = re.compile(r"[A-Za-z_]\w*@[0-9a-f]{64}")
 
 
 class CallFormat(StrictModel):
@@ -176,15 +180,32 @@ class EnvironmentConfig(EpisodeConfig):
         return any(isinstance(tool, MethodTool) for tool in self.tools)
 
 
+def _uploaded_taskset(value: str | None) -> str | None:
+    if value is None:
+        return None
+    if not _UPLOADED.fullmatch(value):
+        raise ValueError(
+            f"found '{value[:80]}'; must be ./FILE.py, a module with a taskset, which `penstock submit` and "
+            "Client.submit upload and name by FILE@SHA256"
+        )
+    stem = value.partition("@")[0]
+    if stem in sys.stdlib_module_names or stem == "verifiers":
+        raise ValueError(f"{stem}.py would hide the module '{stem}': give the file another name")
+    return value
+
+
 class VerifiersConfig(EpisodeConfig):
     """Environment of the library `verifiers`, which defines tasks, turns, tools and rewards."""
 
     type: Literal["verifiers"] = "verifiers"
     """Kind of environment."""
-    env: dict[str, Any]
-    """Configuration of the environment in the library's format, with at least `taskset: {id: ...}`. Agents without a
-    harness and runtime get the harness `penstock-chat`, which calls tools and needs no program of its own, and the
-    runtime `subprocess`."""
+    path: Annotated[str | None, AfterValidator(_uploaded_taskset), "code"] = None
+    """File of the taskset, `./my_taskset.py`, relative to the job file and uploaded with it; null: the taskset is an
+    installed package."""
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Configuration of the environment in the format of `verifiers`; without `path`, `taskset: {id: ...}` is required.
+    Agents without a harness and runtime get the harness `penstock-chat`, which calls tools and needs no program of its
+    own, and the runtime `subprocess`."""
     python: Annotated[str | None, "code"] = Field(None, pattern=r"^/")
     """Path of the Python interpreter that has the library and the environment installed, as the env service sees it;
     null: the interpreter of the env service (`pip install penstock[verifiers]`)."""
@@ -193,19 +214,31 @@ class VerifiersConfig(EpisodeConfig):
     step_timeout_s: float = Field(60.0, gt=0, le=3600)
     """Time limit of each step of the environment (seconds): begin an episode, answer a turn, or score the episode."""
 
-    @field_validator("env")
-    @classmethod
-    def _names_a_taskset(cls, value: dict[str, Any]) -> dict[str, Any]:
-        taskset = value.get("taskset")
-        if not isinstance(taskset, dict) or not isinstance(taskset.get("id"), str) or not taskset["id"]:
-            raise ValueError("needs `taskset: {id: ...}`, the name of a taskset of verifiers")
-        return value
+    @model_validator(mode="after")
+    def _names_a_taskset(self) -> VerifiersConfig:
+        taskset = self.env.get("taskset", {} if self.path else None)
+        id = taskset.get("id", self.module) if isinstance(taskset, dict) else None
+        if not isinstance(id, str) or not id:
+            raise ValueError("env: needs `taskset: {id: ...}`, the name of a taskset of verifiers, or set path")
+        if self.module and id.replace("-", "_") != self.module:
+            raise ValueError(f"env.taskset.id: found '{id}', but path names {self.module}.py; leave the id out")
+        return self
 
     @model_validator(mode="after")
     def _a_turn_holds_a_step(self) -> VerifiersConfig:
         if self.step_timeout_s > self.turn_timeout_s:
             raise ValueError("step_timeout_s is longer than turn_timeout_s")
         return self
+
+    @property
+    def module(self) -> str:
+        """Name of the uploaded module; '' if the taskset is an installed package."""
+        return (self.path or "").partition("@")[0]
+
+    @property
+    def complete(self) -> dict[str, Any]:
+        """``env`` with the id of its taskset."""
+        return {**self.env, "taskset": {"id": self.module, **self.env.get("taskset", {})}}
 
     @property
     def request_timeout_s(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import yaml
+
+from penstock.shared.errors import ConfigError
 
 pytestmark = [pytest.mark.clients, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,4 +57,29 @@ def test_tasks_are_played_and_trained(stack: Any, python_of: Any, chain: ModuleT
         "of right and wrong tasks"
     )
     stack.check_audit(job)
+    stack.check_replay(job, at_least=2)
+
+
+def test_a_taskset_beside_the_job_file_is_tried_uploaded_and_trained_with(
+    stack: Any, python_of: Any, chain: ModuleType, tmp_path: Path
+) -> None:
+    python = python_of("verifiers")
+    chain.save_chain(tmp_path)
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
+    taskset = tmp_path / "word_game.py"
+    shutil.copy(Path(__file__).parents[1] / "clients/environments/chain_single.py", taskset)
+    environment = {**JOB["environment"], "path": "./word_game.py", "env": {}, "python": str(python)}
+    model = {"path": str(tmp_path), "tokenizer": str(tmp_path / "tokenizer")}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**JOB, "model": model, "environment": environment}))
+    right = taskset.read_text()
+    taskset.write_text(right.replace("import verifiers.v1", "import nowhere, verifiers.v1"))
+    with pytest.raises(ConfigError, match="No module named 'nowhere'"):
+        stack.client.dry_run(file)
+    taskset.write_text(right)
+    stack.client.dry_run(file)
+    job = stack.client.submit(file).id
+    taskset.unlink()
+    assert stack.finish(job, 200).status.phase == "succeeded"
+    assert {tuple(np.unique(group.rewards).tolist()) for group in stack.groups(job).values()} == {(0.0,), (1.0,)}
     stack.check_replay(job, at_least=2)

@@ -85,6 +85,10 @@ def test_tasks_of_an_environment_are_rows() -> None:
     ("changes", "message"),
     [
         (["environment.env={taskset: {}}"], "needs `taskset:"),
+        (["environment.env={}"], "needs `taskset:"),
+        (["environment.path=words.py"], "must be ./FILE.py"),
+        ([f"environment.path=random@{'0' * 64}"], "random.py would hide the module 'random'"),
+        ([f"environment.path=other@{'0' * 64}"], "found 'words', but path names other.py"),
         (["environment.python=python"], "environment.python: String should match"),
         (["environment.step_timeout_s=70"], "step_timeout_s is longer than turn_timeout_s"),
         (["data.train={type: addition}"], "brings its own tasks"),

@@ -309,6 +309,23 @@ def test_a_job_file_names_the_file_of_a_grader_by_content(file: Path, grader: di
     assert parts_of(inline)["right"] == PythonGrader(name="right", source=GRADE), "`penstock grade` sends the source"
 
 
+@pytest.mark.parametrize("env", ["{}", "{taskset: {level: 2}}", "{taskset: {id: word-game, level: 2}}"])
+def test_a_job_file_names_the_file_of_a_taskset_by_content(file: Path, env: str, tmp_path: Path) -> None:
+    source = "import verifiers.v1 as vf\n"
+    (file.parent / "word_game.py").write_text(source)
+    changes = [f"environment={{type: verifiers, path: ./word_game.py, env: {env}, max_turns: 1}}", "data.eval=[]"]
+    tasks = ["data.train={type: tasks, num_rows: 4}", "reward.scorers=[{type: environment}]"]
+    text = read_job(file, [*changes, *tasks])
+    assert [code.source for code in text.sources.values()] == [source]
+    spec = parse_job(text.data)
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    assert spec.environment.path == f"word_game@{digest}"
+    assert spec.environment.complete["taskset"]["id"].replace("-", "_") == "word_game"
+    assert spec.environment.complete["taskset"].get("level", 2) == 2
+    with pytest.raises(ConfigError, match=r"environment\.path: word_game\.py .* was not uploaded"):
+        check_uploaded(spec, tmp_path / "data")
+
+
 def test_a_broken_file_beside_a_job_file_is_named(file: Path, store: FileStore) -> None:
     def send(call: Any) -> Any:
         try:

@@ -8,6 +8,7 @@ import json
 import os
 import secrets
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 
 from penstock.services.env.tools.channel import LENGTH, encode
 from penstock.shared.config.environment import VerifiersConfig
+from penstock.shared.data.user_code import read_uploaded
 from penstock.shared.errors import ToolError, Unavailable
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, Step, ToolReply, ToolRequest
@@ -115,9 +117,12 @@ class _Process:
     """One running ``child.py`` with concurrent requests."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter,
+        code: tempfile.TemporaryDirectory[str] | None,
+    ) -> None:  # fmt: skip
         self._process, self._reader, self._writer = process, reader, writer
+        self._code = code
+        """Folder with the uploaded module; None if the taskset is an installed package."""
         self._waiting: dict[int, asyncio.Future[str | None]] = {}
         self._last = 0
         self._listening: asyncio.Task[None] | None = None
@@ -132,13 +137,18 @@ class _Process:
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
             "PENSTOCK_POLICY_API_KEY": secrets.token_urlsafe(24),
         }
+        code = await asyncio.to_thread(_uploaded_code, config)
+        if code is not None:
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (code.name, os.environ.get("PYTHONPATH"))))
         try:
             process, channel = await start_with_channel(
-                lambda fd: (python, "-P", str(CHILD), fd, json.dumps(config.env)), env=env
+                lambda fd: (python, "-P", str(CHILD), fd, json.dumps(config.complete)), env=env
             )
         except OSError as error:
+            if code is not None:
+                code.cleanup()
             raise ToolError(f"environment.python: '{python}' does not start: {error.strerror or error}") from None
-        self = cls(process, *(await asyncio.open_unix_connection(sock=channel)))
+        self = cls(process, *(await asyncio.open_unix_connection(sock=channel)), code)
         opened = False
         try:
             await self._check_opened()
@@ -187,6 +197,8 @@ class _Process:
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await self._process.wait()
         await kill_group(self._process)
+        if self._code is not None:
+            self._code.cleanup()
         self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
@@ -211,6 +223,20 @@ class _Process:
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         message: dict[str, Any] = json.loads(await self._reader.readexactly(size))
         return message
+
+
+def _uploaded_code(config: VerifiersConfig) -> tempfile.TemporaryDirectory[str] | None:
+    """Copy the uploaded module of a taskset to a new folder, from which the process imports it by name.
+
+    Raises:
+        ToolError: the upload cannot be read.
+    """
+    if config.path is None:
+        return None
+    source = read_uploaded(config.path, what="environment.path", beside="env", error=ToolError)
+    folder = tempfile.TemporaryDirectory(prefix="penstock-verifiers-")
+    Path(folder.name, f"{config.module}.py").write_bytes(source)
+    return folder
 
 
 async def try_verifiers(config: VerifiersConfig, request: TrialRequest) -> TrialReply:

@@ -2,10 +2,10 @@
 
 ``path: ./reward.py:score`` becomes ``reward@SHA256:score``, and the file is uploaded before the job is submitted: the
 job uses this content, even if the file changes later. A Python grader names only its file, ``path: ./grade.py``,
-because its function is always ``grade``. Data sets (JSON lines, Parquet) and the folder of ``model.path`` are uploaded
-too if they have at most MAX_UPLOAD_BYTES, and their path becomes the id of the upload. Other paths that begin with
-``./`` or ``../`` are resolved against the folder of the job file and not uploaded, so the services must see the same
-files.
+because its function is always ``grade``. An environment of ``verifiers`` names the file of its taskset. Data sets (JSON
+lines, Parquet) and the folder of ``model.path`` are uploaded too if they have at most MAX_UPLOAD_BYTES, and their path
+becomes the id of the upload. Other paths that begin with ``./`` or ``../`` are resolved against the folder of the job
+file and not uploaded, so the services must see the same files.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _FUNCTION = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _GRADE = "grade"
 """Function that the file of a Python grader defines."""
 _GRADER_FILE = re.compile(rf"(?P<file>[^:]+\.py)(:{_GRADE})?")
+_TASKSET_FILE = re.compile(r"[^:]+\.py")
 _STEM = re.compile(r"[A-Za-z_]\w*")
 _LINES, _PARQUET = frozenset({".jsonl", ".ndjson"}), ".parquet"
 """Suffixes of files that are uploaded as data sets."""
@@ -99,7 +100,9 @@ def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
 def _changed(value: Any, key: str, folder: Path, sources: dict[str, CodeFile], rows: set[str]) -> Any:
     if isinstance(value, Mapping):
         if (grade := _file_of_grader(value)) is not None:
-            value = {**value, "path": _uploaded(grade, _GRADE, folder, sources)}
+            value = {**value, "path": f"{_uploaded(grade, folder, sources)}:{_GRADE}"}
+        elif (taskset := _file_of_taskset(value)) is not None:
+            value = {**value, "path": _uploaded(taskset, folder, sources)}
         changed = {name: _changed(each, str(name), folder, sources, rows) for name, each in value.items()}
         if value.get("type") == "file":
             rows.update(path for path in _relative_paths(value, changed) if _is_small_file_of_rows(Path(path)))
@@ -109,7 +112,7 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, CodeFile], r
     if not isinstance(value, str):
         return value
     if (found := _FUNCTION.fullmatch(value)) is not None and not value.startswith(("http:", "https:")):
-        return _uploaded(found["file"], found["name"], folder, sources)
+        return f"{_uploaded(found['file'], folder, sources)}:{found['name']}"
     if key in _PATHS and value.startswith(("./", "../")):
         return str((folder / value).resolve())
     return value
@@ -205,11 +208,20 @@ def _file_of_grader(section: Mapping[str, Any]) -> str | None:
     return None if found is None else found["file"]
 
 
-def _uploaded(file: str, name: str, folder: Path, sources: dict[str, CodeFile]) -> str:
+def _file_of_taskset(section: Mapping[str, Any]) -> str | None:
+    """Return the path of the file that ``section`` names if it is an environment of `verifiers` with a file, otherwise
+    None."""
+    path = section.get("path")
+    named = section.get("type") == "verifiers" and isinstance(path, str) and _TASKSET_FILE.fullmatch(path)
+    return path if named else None
+
+
+def _uploaded(file: str, folder: Path, sources: dict[str, CodeFile]) -> str:
+    """Add a Python file to ``sources``; return its name, ``stem@SHA256``."""
     source, stem = _read_code(file, folder), Path(file).stem
     digest = hashlib.sha256(source.encode()).hexdigest()
     sources[digest] = CodeFile(file, source)
-    return f"{stem}@{digest}:{name}"
+    return f"{stem}@{digest}"
 
 
 def _read_code(file: str, folder: Path) -> str:

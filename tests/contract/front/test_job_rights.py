@@ -73,6 +73,27 @@ async def test_modules_are_those_of_the_deployment_and_of_the_key(connect: Any, 
         assert await refusal(client, coded, await key(client, "jobs:code", code_modules=["team_b"])) == "other_code"
 
 
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"env": {"taskset": {"id": "words"}}}, "environment.env.taskset.id: 'words' is not among"),
+        ({"path": f"words@{'0' * 64}"}, f"environment.path: 'words@{'0' * 64}' is not among"),
+    ],
+)
+async def test_modules_of_tasksets_are_those_of_the_deployment(
+    connect: Any, job: Any, environment: dict[str, Any], said: str
+) -> None:
+    tasks = {**job["data"], "train": {"type": "tasks", "num_rows": 4}}
+    played = {
+        **job, "data": tasks, "reward": {"scorers": [{"type": "environment"}]},
+        "environment": {"type": "verifiers", "max_turns": 1, **environment},
+    }  # fmt: skip
+    async with connect(api_keys="root", code_modules="team_a") as client:
+        reply = await client.post("/v1/jobs?dry_run=true", json=played, headers=ROOT)
+        assert reply.status_code == 403, reply.text
+        assert reply.json()["error"]["message"].startswith(said)
+
+
 async def test_files_lie_below_the_directories_for_jobs(connect: Any, job: Any, tmp_path: Path) -> None:
     inside, outside = tmp_path / "jobs", tmp_path / "private"
     inside.mkdir()

@@ -209,7 +209,7 @@ def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
         found += [(f"{section}.task", one.task) for section, one in _simulators(spec) if ":" in one.task]
     elif spec.model.trust_remote_code:
         found.append(("model.trust_remote_code", ""))
-    if not isinstance(spec, ServingJob) and isinstance(spec.environment, VerifiersConfig):
+    if not isinstance(spec, ServingJob) and isinstance(spec.environment, VerifiersConfig) and not spec.environment.path:
         found.append(("environment.env.taskset.id", spec.environment.env["taskset"]["id"]))
     if not found:
         return
