@@ -320,3 +320,42 @@ async def test_a_version_is_also_written_to_a_shared_directory_that_comes_later(
         assert (manifest.version, manifest.digest) == (1, session.progress.digest)
         assert far.stage(manifest).way.transport == "disk"
         assert leader.count("hello") == 1, "the trainer continues without a restart"
+
+
+@pytest.mark.long
+async def test_a_version_is_announced_although_nats_dies_after_its_publication(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights of version 1 are in their slot and its update is recorded when the server is killed."""
+    announce, dead = Publishing.announce, asyncio.Event()
+
+    async def kill_and_announce(self: Publishing, manifest: WeightManifest) -> None:
+        if manifest.version == 1 and not dead.is_set():
+            nats_server.kill()
+            dead.set()
+        await announce(self, manifest)
+
+    monkeypatch.setattr(Publishing, "announce", kill_and_announce)
+    leader = Leader(bus)
+    leader.recorded.set()
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path)
+    engine = open_engine(CONFIG.model, build_tokenizer(CONFIG.model), max_running=2, seed=0, device="cpu")
+    await engine.start()
+    follower = PolicyFollower(bus, settings, JOB, engine)
+    following = asyncio.create_task(follower.run())
+    async with training(bus, tmp_path, leader) as session, asyncio.timeout(90):
+        await follower.first()
+        served = (follower.version, follower.digest)
+        assert served[0] == 0
+        await dead.wait()
+        await asyncio.sleep(0.5)  # enough time to serve a version that nobody announced
+        assert (follower.version, follower.digest) == served
+        await asyncio.to_thread(nats_server.start)
+        while follower.version == 0:
+            await asyncio.sleep(0.01)
+        assert (follower.version, follower.digest) == (1, session.progress.digest)
+        assert await leader.shown() == (1, session.progress.digest)
+        assert (leader.count("trained"), leader.count("hello")) == (1, 1), "the trainer continues without a restart"
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await engine.close()
