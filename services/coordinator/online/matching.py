@@ -364,8 +364,7 @@ class Matching:
         return [feedback_status(name, "matched", "", now, [item.target])]
 
     def _move(self, seq: int, item: FeedbackItem) -> None:
-        """Update the stream sequence number of an item. When a user's data is deleted from a message, the remaining
-        items of the message are stored again as a later message."""
+        """Update the stream sequence number of an item that was stored again when a user's data was deleted."""
         name, moved = item.feedback.id, msgspec.structs.replace(item, seq=seq)
         self._undecided.remove(name)
         self._undecided.add(moved)

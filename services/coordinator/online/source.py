@@ -432,7 +432,8 @@ def within_shares(
 ) -> list[Draw]:
     """Return the longest batch in which no owner (API key or user) exceeds its share; [] if there is none.
 
-    The batch has ``least`` to ``size`` draws, taken from ``ordered`` from the front and in the same order.
+    The batch has ``least`` to ``size`` draws, in the order of ``ordered``. Earlier draws are chosen first; a draw whose
+    owner has no share left is skipped.
     """
     owners = {draw: owners_of(admissions[draw.ordinal]) for draw in ordered}
     for target in range(min(size, len(ordered)), least - 1, -1):
