@@ -239,8 +239,8 @@ class ServedEpisode:
         return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
 
     def _outcome_before_late_facts(self, job: OnlineJob, now: float) -> EpisodeOutcome[Trajectory] | None:
-        """If the episode timed out without a trajectory, and further turns or feedback arrived only later, return the
-        outcome that it had before they arrived; otherwise return None. That outcome refuses late turns."""
+        """Return the outcome that the episode had when it timed out, if this outcome has no trajectory and further
+        turns or feedback arrived later; otherwise return None. The late turns are refused, too."""
         if now - self.started < min(job.online.idle_ttl_s, job.online.max_age_s):
             return None
         late = first_late_time(self.turns, self.items, job)
