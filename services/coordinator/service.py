@@ -367,7 +367,8 @@ class CoordinatorService:
             await self.bus.purge(stream, GIVEN_UP[stream](job))
 
     async def _drop_interactions(self) -> None:
-        """Purge the interactions of the first job in ``without_interactions`` that still has interactions.
+        """Purge the interactions of one job that can do without them: the first job in ``without_interactions`` that
+        has any.
 
         Each interaction has a subject of its own, so counting messages by subject would be too slow here.
         """

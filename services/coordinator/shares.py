@@ -132,8 +132,8 @@ class FeedbackShares:
 
 
 class _JobBytes:
-    """Bytes of one job in FEEDBACK, in total and by sender number (a hash of the API key), for each range of PLACES
-    sequence numbers.
+    """Bytes of one job in FEEDBACK, in total and by sender number (a hash of the API key). They are also counted in
+    ranges of ``PLACES`` consecutive stream sequence numbers, so that ``drop_before`` can subtract removed messages.
 
     API keys map to at most NUM_SENDERS sender numbers, and a message has at most as many numbers as items.
     """

@@ -134,8 +134,8 @@ class Steering:
         self._ledgers.forget(job)
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
-        """Refuse a lower byte budget that is too small for the job's groups. Other changes need no check, because no
-        group becomes larger."""
+        """Refuse an edit that lowers the job's byte budget so far that its groups no longer fit. An edit that keeps or
+        raises the budget needs no check, because no edit makes groups larger."""
         if record.status.phase in TERMINAL_PHASES:
             return
         config, known = edit(record), parse_job(record.spec)
@@ -197,8 +197,8 @@ def _check_extension(record: JobRecord, state: LedgerState, max_updates: int, da
 
 
 def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> str:
-    """Return why an extended job would end again at once; '' if the job ended by its number of updates or by a user's
-    request."""
+    """Return why a job would end again as soon as it is extended. Return '' if it would continue, because it had
+    reached its maximum number of updates or a user had cancelled it."""
     limit_s, begun = config.limits.timeout_s, record.created_at.timestamp()
     if limit_s is not None and bus_time() - begun > limit_s:
         return f"limits.timeout_s ({limit_s:g}) is over"

@@ -457,7 +457,12 @@ def _check_model(spec: TextJob | ServingJob, longest: int, where: str) -> list[s
 
 
 def _check_length(rollout: AnyRollout, longest: int, where: str, described: Mapping[str, Any], file: Path) -> None:
-    """Raise ConfigError if the model, or the engine's setting, leaves a completion of ``longest`` tokens no prompt."""
+    """Check that a completion of ``longest`` tokens leaves room for a prompt in the context of the model, and in that
+    of the engine if the job file limits it.
+
+    Raises:
+        ConfigError: no room is left, or the engine's limit exceeds the context of the model.
+    """
     most = described.get("max_position_embeddings")
     if isinstance(rollout, TransformersConfig):
         most, wanted = longest_exact(described), rollout.max_length
@@ -503,8 +508,8 @@ def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> 
 
 
 def beginning_note(spec: TextJob) -> list[str]:
-    """Return a note about the first token of plain prompts, if the job file leaves this token to a tokenizer on this
-    host.
+    """Return a note that tells the user with which token prompts of plain text begin, if the job file leaves this to
+    the tokenizer, and the tokenizer's files are on this host. Otherwise return [].
 
     The post-processor in the tokenizer's file decides, as it does in the library with which workers load the tokenizer.
     """

@@ -165,7 +165,8 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._bounds.later(self.loop, partial(HttpToolsProtocol.connection_lost, self, exc))
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data in pieces. Each piece is at most as long as the rest of the size limit for a head."""
+        """Parse received data in pieces. No piece is longer than the number of bytes by which the head of the request
+        may still grow."""
         if not self._in_body and self._timer is None and not self._is_refused:
             self._begin(self._bounds.head_s)
         while data and not self._is_refused and not self.transport.is_closing():

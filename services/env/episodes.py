@@ -176,7 +176,8 @@ class EpisodeStore:
         return now - held.used > limit_s and not held.lock.locked()
 
     async def close(self) -> None:
-        """Close all states concurrently, because each may take a while and a cancellation must reach all of them."""
+        """Close all states concurrently. If they were closed one after another, a cancellation during one close would
+        skip the rest."""
         async with asyncio.TaskGroup() as tasks:
             for episode in list(self._held):
                 tasks.create_task(self._forget(episode))

@@ -145,8 +145,8 @@ class EnvSession:
         return reply
 
     def _fetch(self, data: bytes) -> bytes:
-        """Return a copy of the frame that a message refers to, because a simulator may read the actions after the frame
-        is freed."""
+        """Return a copy of the encoded request to which the message ``data`` refers. A copy is needed because a
+        simulator may read the actions in the request after the client has freed the memory."""
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
@@ -199,8 +199,8 @@ class EnvSession:
                 self.closed.set()
 
     async def _step(self, pool: EnvPool, body: StepRequest) -> StepReply:
-        """Step the environments. The event loop itself writes and reads small messages, because passing a step to the
-        thread and back takes as long as a simple simulator needs for it.
+        """Step the environments. The event loop itself exchanges small messages with the simulator processes, because a
+        detour through the thread would take as long as the step of a simple simulator.
         """
         if not self._small or body.actions.size > INLINE_ACTIONS:
             return await self._in_thread(pool.step, body)

@@ -130,7 +130,8 @@ class Funnel:
 
 logger = logging.getLogger(__name__)
 ENTRY_HEADER = "Penstock-Entry"
-"""Header of a message: sequence of the entry of LEDGER up to which the feed is complete once the message is stored."""
+"""Header of a message: the stream sequence number of the entry of LEDGER up to which the feed is complete once the
+message is stored."""
 MAX_STATUSES = 1000
 """Maximum number of statuses in one message."""
 
@@ -156,7 +157,7 @@ class DecisionFeed:
         self._bus, self._job, self._epoch, self._funnel, self._retry = bus, job, epoch, funnel, retry
         self._archive = archive
         self._position = 0
-        """Sequence of the ledger entry up to which the feed has every decision."""
+        """Stream sequence number of the ledger entry up to which the feed has every decision."""
         self._is_behind = False
 
     @property
@@ -230,9 +231,11 @@ class DecisionFeed:
             self._is_behind = False
 
     async def _folded(self) -> AsyncIterator[tuple[LedgerState, LedgerEntry]]:
-        """Yield ``(state, entry)`` for each ledger entry after the newest snapshot that is not ahead of the feed.
+        """Start from the newest snapshot that the feed has already reached, and yield ``(state, entry)`` for each later
+        ledger entry.
 
-        If there is no such snapshot, all ledger entries follow. The caller folds each entry into the state.
+        ``state`` is the ledger state before ``entry``; the caller must fold the entry into it. If there is no such
+        snapshot, start from the first entry of the ledger.
         """
         subject = subjects.ledger(self._job)
         for snapshot, state, _ in await read_snapshots(self._bus, self._job):
@@ -250,8 +253,8 @@ class DecisionFeed:
     async def _store(
         self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
     ) -> None:
-        """Append statuses, after which the feed is complete up to ledger entry ``seq``; wait while the bus is
-        unavailable.
+        """Append statuses to the feed; the last message marks the feed as complete up to ledger entry ``seq``. Wait
+        while the bus is unavailable.
 
         Raises:
             StreamFull: the stream is full; only some statuses may be stored.

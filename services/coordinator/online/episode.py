@@ -1,4 +1,5 @@
-"""Settles episodes: derives trajectories from turns and feedback, or the reasons why nothing is trained. Pure.
+"""Settles episodes: from an episode's turns and feedback, derives trajectories to train, and the reason for each turn
+that is refused. Pure.
 
 Life cycle of an episode, whether the gateway served it or a client posted it::
 
@@ -166,7 +167,7 @@ class ServedEpisode:
     due: float = field(default=0.0, init=False)
     """Time at which an undecided episode is checked again; infinity if only new data can change its outcome."""
     _tree: tuple[tuple[int, ...], TurnTree] = field(default=((), TurnTree((), ())), init=False, repr=False)
-    """Cache: the message sequences of the turns, and the turn tree that was built for these sequences."""
+    """Cache: the stream sequence numbers of the turns' messages, and the turn tree that was built from these turns."""
 
     @property
     def asker(self) -> str:
@@ -199,8 +200,8 @@ class ServedEpisode:
         self.turns.sort(key=lambda one: (one.interaction.started, one.interaction.id))
 
     def complete(self, seq: int, interaction: Interaction) -> bool:
-        """Replace an answer that was recorded when its client disconnected by the complete answer; return False if the
-        episode has no such answer."""
+        """Put the complete answer in place of the partial one that was recorded when the client seemed to disconnect.
+        Return False if the episode has no such partial answer."""
         for turn in self.turns:
             if turn.interaction.id == interaction.id and turn.interaction.finish == DISCONNECTED != interaction.finish:
                 turn.seq, turn.interaction, turn.refusal = seq, interaction, None
@@ -238,8 +239,8 @@ class ServedEpisode:
         return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
 
     def _outcome_before_late_facts(self, job: OnlineJob, now: float) -> EpisodeOutcome[Trajectory] | None:
-        """Return the outcome that the episode already had when its first late fact arrived, if it had ended without a
-        trajectory; else None."""
+        """Return the outcome that the episode had when it timed out, if this outcome has no trajectory and further
+        turns or feedback arrived later; otherwise return None. The late turns are refused, too."""
         if now - self.started < min(job.online.idle_ttl_s, job.online.max_age_s):
             return None
         late = first_late_time(self.turns, self.items, job)
@@ -408,7 +409,10 @@ def _judging_keys(items: Iterable[FeedbackItem], job: OnlineJob) -> tuple[str, .
 
 
 def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Collection[str]) -> str:
-    """Return the reason of a trajectory, given the decisions on its turns and the returns of its turns (``values``).
+    """Return the reason that the ledger records with a trajectory: where its reward came from, or why its tokens are
+    masked.
+
+    ``decisions`` and ``values`` (discounted returns) have one entry per turn.
 
     `invalid` is only returned without feedback, or if every return is the reward of an invalid turn alone. Otherwise an
     invalid turn would hide that a new source contributed to the return.
@@ -424,9 +428,10 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
 
 
 def _unfinished(decision: Decision) -> Decision:
-    """Adapt the decision on a turn of an episode that no client has ended.
+    """Change the decision on a turn whose episode no client has ended: mask a turn for the policy loss, and reject a
+    turn for imitation.
 
-    A turn for the policy loss is masked, a turn for imitation is rejected.
+    The decision on a turn that is not trained stays as it is.
     """
     if decision.verdict != "train":
         return decision
@@ -436,8 +441,8 @@ def _unfinished(decision: Decision) -> Decision:
 
 
 def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
-    """Return ``decision``, or a rejection if it admits the turn for imitation and the turn's return, ``value``, is too
-    low."""
+    """Return ``decision``; but if it admits a turn for imitation whose return ``value`` is too low, return a rejection
+    instead."""
     off_policy = job.online.off_policy
     if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
         return decision
@@ -448,7 +453,12 @@ def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
 
 @dataclass(slots=True)
 class PostedEpisode:
-    """Undecided turns of a posted episode, by item id; ``key`` consists of the API key and the name of the episode."""
+    """Undecided turns of a posted episode: another system served the episode, and a client posted its turns as
+    feedback.
+
+    ``turns`` has the turns by the ids of their feedback items. ``key`` consists of the API key and the name of the
+    episode.
+    """
 
     key: str
     turns: dict[str, PostedTurn] = field(default_factory=dict)

@@ -1,5 +1,5 @@
-"""Defines off-policy examples, the items of feedback that are trained on, and the quota of each API key for them.
-Pure."""
+"""Defines off-policy examples (items of feedback that are themselves trained on), and the quota of each API key for
+undecided examples. Pure."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ take."""
 
 @dataclass(frozen=True, slots=True)
 class InteractionRecord:
-    """Facts about a served interaction to which an example refers; ``seq`` is the sequence of the interaction's
-    message."""
+    """Facts about a served interaction to which an example refers; ``seq`` is the stream sequence number of the
+    interaction's message."""
 
     seq: int
     key_id: str
@@ -64,7 +64,8 @@ class InteractionRecord:
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyExample:
-    """An example that the leader can admit as one draw.
+    """A training example made of one or more items of feedback. The leader admits it as one draw, that is, as one group
+    of a batch.
 
     ``reward`` is the strength of a preference, the reward of a posted interaction, or 1 (correction, demonstration).
     ``settled_at`` has the version from which the next update started and the newest version that existed when the
@@ -142,8 +143,8 @@ def posted_example(
 
 
 def _sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
-    """Return the version that counts as the sampler of a posted answer, or None if the rule ``reason`` needs no
-    version."""
+    """Return the policy version that is treated as the sampler of a posted answer. Return None if the admission rule
+    with the name ``reason`` needs no version."""
     return facts.version if reason in AS_SAMPLED else policy.newest if reason == "assumed" else None
 
 
@@ -226,8 +227,8 @@ class KeyQuota:
 
 
 def _oldest(items: dict[str, int], count: int, nbytes: float) -> list[str]:
-    """Return the oldest ids of ``items`` (id -> bytes), enough for ``count`` ids and ``nbytes`` bytes, but never the
-    newest."""
+    """Return the oldest ids of ``items`` (id -> bytes), just enough to have at least ``count`` ids and ``nbytes``
+    bytes. Never include the newest id."""
     found: list[str] = []
     for name, size in islice(items.items(), max(0, len(items) - 1)):
         if count <= 0 and nbytes <= 0:

@@ -43,10 +43,11 @@ answer."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
-    """Return ``(source, its reward, mean reward of the reference keys)`` for each judgment that can be compared.
+    """Pair each judgment by a feedback source (an API key) with those by the reference keys, the API keys that the job
+    trusts. Return ``(source, its reward, mean reward of the reference keys)`` for each pair.
 
-    A source's judgment can be compared if reference keys judged the same metric of the same target. Only the newest
-    item of each key counts.
+    A source's judgment is left out if no reference key judged the same metric of the same target. Only the newest item
+    of each key counts.
     """
     config = job.online.new_sources
     if config is None:

@@ -100,8 +100,8 @@ def group_of(
 
 
 def _transcripts(turns: Sequence[Interaction]) -> dict[str, list[str]]:
-    """Return an entry for ``meta`` with all text after the first prompt; {} if there is one turn or no prompt is
-    stored."""
+    """Return an entry for ``meta`` with all text after the first prompt. Return {} if there is only one turn, if the
+    prompts are not stored, or if the last prompt does not begin with the first one."""
     first, last = turns[0].prompt, turns[-1]
     if len(turns) == 1 or not first or not last.prompt.startswith(first):
         return {}
@@ -198,7 +198,11 @@ class GroupMaker:
         self._pending: set[Draw] = set()
 
     def request(self, draw: Draw, admission: Admission, temperature: float) -> None:
-        """Request the group of a draw, trained at ``temperature`` unless the example has its own. Safe to repeat."""
+        """Queue an admitted draw, so that ``run`` makes its group. Safe to repeat.
+
+        A posted answer for the policy loss is trained at the temperature at which it was sampled, any other example at
+        ``temperature``.
+        """
         if draw not in self._pending:
             self._pending.add(draw)
             self._requests.put_nowait((draw, admission, temperature))

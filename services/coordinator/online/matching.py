@@ -233,7 +233,8 @@ class Matching:
         return ERASED if ERASED in map(self.final.targets.get, targets_of(item)) else ""
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[FeedbackStatus]:
-        """Remove the data that a user's deletion names, and reject other feedback on this data; return the statuses."""
+        """Remove the interactions and feedback that ``erasure`` (the deletion of a user's data) lists, and reject all
+        other feedback on these interactions. Return the statuses."""
         statuses: list[FeedbackStatus] = []
         for name in map(canonical_id, erasure.feedback):
             self._end_feedback(name, ERASED)
@@ -363,7 +364,7 @@ class Matching:
         return [feedback_status(name, "matched", "", now, [item.target])]
 
     def _move(self, seq: int, item: FeedbackItem) -> None:
-        """Update the sequence of an item that a user's deletion copied to a later message."""
+        """Update the stream sequence number of an item that was stored again when a user's data was deleted."""
         name, moved = item.feedback.id, msgspec.structs.replace(item, seq=seq)
         self._undecided.remove(name)
         self._undecided.add(moved)

@@ -230,7 +230,7 @@ class Quarantine:
 
     @property
     def lowest_seq(self) -> int:
-        """Lowest sequence of a held item, or ``MAX_SEQ`` if no item is held."""
+        """Lowest stream sequence number of a held item's message, or ``MAX_SEQ`` if no item is held."""
         return min((item.seq for item in self._held.values()), default=MAX_SEQ)
 
     def __iter__(self) -> Iterator[Feedback]:
@@ -273,13 +273,14 @@ class Quarantine:
     def _is_recorded(self, seq: int, item: Feedback) -> bool:
         """Return True if the ledger records the revision ``item`` as held.
 
-        A first revision above the recorded sequence is a copy that a user's deletion made, and counts as recorded.
+        A first revision with a higher stream sequence number than the recorded one is a copy, stored again when a
+        user's data was deleted from the message. It counts as recorded.
         """
         recorded = self._recorded.get(item.id)
         return recorded is not None and (seq <= recorded or not item.revision)
 
     def on_erasure(self, erasure: Erasure) -> None:
-        """Drop the held feedback that a user's deletion names."""
+        """Drop the held feedback that ``erasure`` (the deletion of a user's data) lists."""
         for name in erasure.feedback:
             self._held.pop(bare_id(name) or name, None)
             self._released.discard(bare_id(name) or name)
@@ -327,8 +328,8 @@ class Quarantine:
         return self._outliers.judge(item.key_id, item.metric, item.value, span)
 
     def _hold(self, seq: int, item: Feedback, reason: str, now: float) -> list[FeedbackStatus]:
-        """Hold an item; return the statuses to publish. ``reason`` is '' if the item's own status was published
-        before."""
+        """Hold an item, and return the statuses to publish. ``reason`` is '' if the status `quarantined` of this item
+        was already published; it is not published again."""
         self._held[item.id] = FeedbackItem(seq, item)
         statuses = [feedback_status(item.id, "quarantined", reason, now)] if reason else []
         if len(self._held) > MAX_HELD:

@@ -1,4 +1,5 @@
-"""Finds records in the streams: interactions by sequence or name, and copies of feedback that was stored again.
+"""Finds records in the streams: interactions by stream sequence number or name, and copies of feedback that was stored
+again.
 
 A user's deletion reads a message, removes that user's items, and stores the rest again, while the leader continues to
 decide. A leader also skips a message that it cannot read; once the message is readable, it is stored again. In both
@@ -71,7 +72,8 @@ class InteractionReader:
         request."""
 
     async def by_seq(self, seqs: Iterable[int]) -> dict[int, Interaction]:
-        """Return, by sequence, the interactions at ``seqs`` in INTERACTIONS that still exist."""
+        """Return the interactions that INTERACTIONS still has at the stream sequence numbers ``seqs``, keyed by
+        number."""
         get = partial(self._bus.get_whole, subjects.INTERACTIONS, sorted(seqs))
         found = await self._retry().until_taken(LOOKUP, subjects.interactions(self._job), get)
         return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
@@ -149,7 +151,7 @@ def ids_in(items: Iterable[Feedback]) -> set[str]:
 
 
 async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchive | None = None) -> DecidedIds:
-    """Find which of ``names`` are decided (admitted or closed in the ledger) or deleted (named by a user's deletion).
+    """Find which of ``names`` are decided (admitted or closed in the ledger) or deleted (together with a user's data).
 
     Raises:
         ProtocolError: the ledger or a deletion cannot be read.
@@ -181,16 +183,16 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
 
 
 class RestoredCopies:
-    """A user's deletion stores copies of messages; this class removes the items that are already decided from such
-    copies.
+    """Removes the items that are already decided from messages that were stored again when a user's data was deleted.
 
-    Items that the leader has read itself stay: it knows whether they are decided.
+    A deletion replaces messages that have items of the user by copies without these items. The other items in a copy
+    may have been decided before. Items that the leader has read itself stay: it knows if they are decided.
     """
 
     def __init__(self, bus: Bus, job: str, archive: LedgerArchive | None = None) -> None:
         self._bus, self._job, self._archive = bus, job, archive
         self._known, self._until = DecidedIds(set(), set()), 0
-        """Decided and deleted ids in all copies up to the sequence ``_until``."""
+        """Decided and deleted ids in all copies up to the stream sequence number ``_until``."""
 
     async def undecided(
         self, message: Message, items: Sequence[Feedback], is_here: Callable[[str], bool]
@@ -207,8 +209,8 @@ class RestoredCopies:
         return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
 
     async def _check(self, message: Message) -> None:
-        """Look up the decided items in ``message`` and in all later copies at once, because a deletion stores many
-        copies."""
+        """Find the decided items in ``message`` and in all later copies in a single pass over the ledger, because a
+        deletion stores many copies."""
         places = await _copy_seqs(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
         names = ids_in(item for items in map(_items_of, copies.values()) for item in items)
@@ -219,18 +221,18 @@ class RestoredCopies:
 
 
 async def find_restored_copies(bus: Bus, job: str, name: str, seq: int) -> list[Feedback]:
-    """Return the copies of the item ``name`` that a user's deletion stored when it deleted the item's message at
-    ``seq``."""
+    """Return the copies of the item ``name`` that were stored when a user's data was deleted from the item's message,
+    whose stream sequence number was ``seq``."""
     places = await _copy_seqs(bus, job, seq + 1, was=seq)
     copies = await bus.get_whole(subjects.FEEDBACK, places)
     return [item for message in copies.values() for item in _items_of(message) if item.id == name]
 
 
 async def _copy_seqs(bus: Bus, job: str, start_seq: int, *, was: int | None = None) -> list[int]:
-    """Return the sequences, from ``start_seq`` on, of the messages that users' deletions stored as copies of other
-    messages.
+    """Return the stream sequence numbers (at least ``start_seq``) of the messages in FEEDBACK that were stored again
+    when a user's data was deleted.
 
-    ``was``: return only copies of the message that had this sequence; None: return all copies.
+    ``was``: return only copies of the message that had this stream sequence number; None: return all copies.
     """
     found = await bus.read(subjects.FEEDBACK, subjects.feedback(job), start_seq=start_seq, headers_only=True)
     before = ((message.seq, message.headers.get(RESTORED_HEADER, "").split()) for message in found)

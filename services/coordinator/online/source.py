@@ -153,8 +153,8 @@ class FreeSlots:
         return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
     def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
-        """Return True if there are free slots for ``policy`` further draws of the policy loss and ``auxiliary`` of
-        other losses.
+        """Return True if there are free slots for both: ``policy`` further draws for the policy loss, and ``auxiliary``
+        further draws for auxiliary losses.
 
         More draws of a kind than the job's limit fit only while no draw of that kind is in flight.
         """
@@ -404,7 +404,8 @@ def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
 
 
 def _can_wait(job: OnlineJob, draft: Draft, policy: Sequence[Draw]) -> bool:
-    """Return True if all groups of the draws ``policy`` may still be trained one version later."""
+    """Return True if all groups of ``policy``, the ready draws for the policy loss, may still be trained one version
+    later."""
     next_start = draft.state.start_version(draft.state.next_number) + 1
     return not any(draft.candidates[draw].is_stale(next_start, job.train.max_lag) for draw in policy)
 
@@ -429,7 +430,11 @@ def _policy_part(job: OnlineJob, draft: Draft, policy: Sequence[Draw], *, due: b
 def within_shares(
     job: OnlineJob, ordered: Sequence[Draw], admissions: Mapping[int, Admission], size: int, *, least: int = 1
 ) -> list[Draw]:
-    """Return the longest batch of ``least`` to ``size`` draws that exceeds no owner's share, earlier draws first."""
+    """Return the longest batch in which no owner (API key or user) exceeds its share; [] if there is none.
+
+    The batch has ``least`` to ``size`` draws, in the order of ``ordered``. Earlier draws are chosen first; a draw whose
+    owner has no share left is skipped.
+    """
     owners = {draw: owners_of(admissions[draw.ordinal]) for draw in ordered}
     for target in range(min(size, len(ordered)), least - 1, -1):
         shares = OwnerShares(job.online, target)

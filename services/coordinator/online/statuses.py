@@ -226,8 +226,8 @@ class UnrecordedDecisions:
         return item in self._feedback
 
     def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
-        """Collect the final statuses in ``statuses``. Return the newest status of each item, or None if it was
-        collected."""
+        """Collect the final statuses in ``statuses``. Return, for each item, its newest status, or None in place of a
+        final status."""
         others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
             if status.revision:
@@ -258,7 +258,7 @@ class UnrecordedDecisions:
         """Return ``Decided`` events for all that was collected, each small enough for one ledger entry; clear the
         collection.
 
-        ``read_to``: next sequences that the leader reads of INTERACTIONS and FEEDBACK.
+        ``read_to``: stream sequence numbers from which the leader reads on in INTERACTIONS and FEEDBACK.
         """
         episodes = self._episodes
         feedback, interactions = self.drain_statuses()
@@ -286,8 +286,8 @@ def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
 
 
 def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
-    """Split the reason of a retraction into ``(kind, id of the other item)``. For other statuses return ``(reason,
-    '')``.
+    """Split the reason of a retraction into ``(kind, id)``: for a retracted item, the id of its retraction; for the
+    retraction, the id of the retracted item. For other statuses return ``(reason, '')``.
 
     A retraction is split only if both ids are canonical UUIDs, because ``PackedIds`` keeps only such ids in order.
     """
@@ -347,12 +347,13 @@ class DecidedNames(dict[str, str]):
 
 
 class FinalStatuses:
-    """Final statuses of feedback, interactions and episodes: all statuses in the ledger, and the newest statuses that
-    are not.
+    """Final statuses of feedback, interactions and episodes: all that the ledger had when this leader took over, and
+    the newest of those that came later.
 
     Attributes:
         targets: reason for which each interaction or episode was decided.
-        feedback: item -> text of its final status, a space, and the sequence of the newest message that counted.
+        feedback: item -> text of its final status, a space, and the stream sequence number of the newest message that
+        counted.
     """
 
     def __init__(self) -> None:
@@ -386,7 +387,8 @@ class FinalStatuses:
                 self.record(name, ADMITTED, seq)
 
     def record(self, name: str, how: str, seq: int) -> None:
-        """Record ``how``, the final status of the item ``name``; ``seq`` is the sequence of its newest message."""
+        """Record ``how``, the final status of the item ``name``; ``seq`` is the stream sequence number of its newest
+        message."""
         self.feedback[name] = _final_status(how, seq)
 
     def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:

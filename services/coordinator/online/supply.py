@@ -269,7 +269,7 @@ class LiveSupply:
             self._unerased -= released
 
     def unreadable(self) -> list[Unreadable]:
-        """Return the messages since the last call that could not be decoded; see ``Supply.unreadable``."""
+        """Return the messages that could not be decoded since the last call; see ``Supply.unreadable``."""
         found, self._unreadable = self._unreadable, []
         return found
 
@@ -454,8 +454,8 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return ``settings``, the temperature that the ledger has for a draw, or the job file's temperature if it is
-        None."""
+        """Return the sampling temperature: ``settings``, the value in the ledger, or the job file's value if
+        ``settings`` is None."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:

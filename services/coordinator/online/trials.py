@@ -99,8 +99,8 @@ class TrialSamples:
             }
 
     def draft(self, draft: Draft) -> None:
-        """Add the samples of both arms of a canary trial to ``draft`` before the low-water marks pass their
-        interactions.
+        """Add the new samples of both arms of a canary trial to ``draft``. Call this first: once ``draft`` has raised
+        the low-water marks, the streams may purge the samples' interactions.
 
         In each arm no owner has more than its share of the conversations needed, as in a batch.
         """

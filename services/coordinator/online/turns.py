@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAX_SEQ = 1 << 62
-"""Number that is higher than every sequence of a stream."""
+"""Number that is higher than every stream sequence number."""
 UNNUMBERED = 1 << 62
 """Sort key that puts turns without a number last."""
 DISCONNECTED = "client_disconnected"
@@ -53,7 +53,7 @@ def episode_key(interaction: Interaction) -> str:
 
 
 class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
-    """One item of feedback and the sequence of its message in FEEDBACK.
+    """One item of feedback and the stream sequence number of its message in FEEDBACK.
 
     The garbage collector skips items (``gc=False``), which are never part of a reference cycle: with a million items, a
     full collection would stop the leader for seconds.
@@ -70,7 +70,7 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
     def is_copied_in(self, seq: int, feedback: Feedback) -> bool:
         """Return True if ``feedback`` is a copy of this item in a later message, at ``seq``.
 
-        A user's deletion copies the remaining items of a message to a new message.
+        When a user's data is deleted from a message, the remaining items are stored again as a new message.
         """
         own = self.feedback
         same = (own.revision, own.key_id, own.received) == (feedback.revision, feedback.key_id, feedback.received)
@@ -83,8 +83,8 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """The dictionary that contains an undecided item: the feedback on one turn of the episode ``key``, or on the whole
-    episode."""
+    """The dictionary ``items`` of feedback in which an undecided item is kept. It has the feedback on one turn of the
+    episode ``key``, or the feedback on the episode as a whole."""
 
     key: str
     items: dict[str, FeedbackItem]
@@ -92,7 +92,7 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Turn:
-    """One interaction, the stream sequence of its message, and the feedback items on it by their ids.
+    """One interaction, the stream sequence number of its message, and the feedback items on it by their ids.
 
     ``refusal`` is the reason why the turn is never trained, or ''; None until it is computed.
     """
@@ -192,7 +192,7 @@ class Trajectory:
 
     @cached_property
     def first(self) -> int:
-        """Lowest message sequence of the trajectory's interactions."""
+        """Lowest stream sequence number of the messages with the trajectory's interactions."""
         return min(turn.seq for turn in self.turns)
 
     @cached_property

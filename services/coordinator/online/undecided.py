@@ -187,12 +187,12 @@ class UnmatchedFeedback:
 
 
 class UndecidedFeedback:
-    """Items without a final status by id, and the sequences of their messages in FEEDBACK."""
+    """Undecided items of feedback by id, and the stream sequence numbers of their messages in FEEDBACK."""
 
     def __init__(self) -> None:
         self.items: dict[str, FeedbackItem] = {}
         self._counts: dict[int, int] = {}
-        """Number of undecided items in each message, by the sequence of the message."""
+        """Number of undecided items in each message, by the stream sequence number of the message."""
         self._seqs = LazyHeap[int](lambda _, seq: seq in self._counts, self._counts.__len__)
 
     def add(self, item: FeedbackItem) -> None:
@@ -213,7 +213,8 @@ class UndecidedFeedback:
         return item
 
     def lowest_seq(self, without: Iterable[str]) -> int | None:
-        """Return the lowest sequence of all items that are not in ``without``, or None if there are none."""
+        """Return the lowest stream sequence number of the items that are not in ``without``, or None if there are
+        none."""
         left_out = Counter(self.items[name].seq for name in without if name in self.items)
         found = self._seqs.lowest({seq for seq, count in left_out.items() if count == self._counts[seq]})
         return None if found is None else int(found)
@@ -227,7 +228,7 @@ class PendingRetractions:
 
     def __init__(self) -> None:
         self.waiting: OrderedDict[str, tuple[int, Feedback]] = OrderedDict()
-        """Retractions and their sequences, by the item that they retract."""
+        """Retractions and their stream sequence numbers, by the item that they retract."""
         self._seqs = LazyHeap(self._is_at, self.waiting.__len__)
         self._times = LazyHeap(self._was_received, self.waiting.__len__)
 
@@ -239,7 +240,7 @@ class PendingRetractions:
 
     @property
     def lowest_seq(self) -> int | None:
-        """Lowest sequence in FEEDBACK of a pending retraction."""
+        """Lowest stream sequence number in FEEDBACK of a pending retraction."""
         found = self._seqs.lowest()
         return None if found is None else int(found)
 

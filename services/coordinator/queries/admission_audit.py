@@ -334,12 +334,14 @@ def _posted_differences(group: Sequence[Admission], episode: PostedEpisode, job:
 def flaws_of_admission(
     entries: Sequence[Sequence[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> tuple[int, list[str]]:
-    """Check the admissions in a ledger; return ``(number of admissions, flaws)``. ``trained``: batches of the job's
-    lineage.
+    """Check the admissions in a ledger; return ``(number of admissions, flaws)``.
 
     Each interaction is admitted at most once, and each item of feedback counts at most once. An admission for the
     policy loss is within the lag bound. A trained group has the reward and the objective of its admission. No owner
     exceeds its share of a batch.
+
+    Args:
+        trained: trained batches by number, without those that a rollback discarded.
     """
     max_lag, events = job.train.max_lag, [event for entry in entries for event in entry]
     admissions = [one for event in events if isinstance(event, Admitted) for one in event.admissions]

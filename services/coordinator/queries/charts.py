@@ -177,8 +177,8 @@ def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | No
 
 
 def _largest(x_N: NDArray[np.float64], y_CN: NDArray[np.float64], last: int, here: slice, after: slice) -> int:
-    """Return the index within ``here`` of the step with the largest triangle, in the sum over all curves. Its other
-    corners are the step ``last`` and the mean of the steps in ``after``."""
+    """Return the index within ``here`` of the step whose triangles are largest, summed over all curves. The corners of
+    a triangle are the step itself, the step ``last``, and the mean of the steps in ``after``."""
     later_C = _means(y_CN[:, after])
     base, later = x_N[last], x_N[after].mean()
     area_CK = np.abs(
@@ -207,8 +207,8 @@ def _scaled(curve: Sequence[float | None]) -> NDArray[np.float64]:
 
 
 def timeline(events: Iterable[Event], *, step: int | None, limit: int = 20) -> list[dict[str, Any]]:
-    """Return the spans of update ``step``, or without ``step`` those of the newest ``limit`` updates, oldest first, for
-    a Gantt chart.
+    """Return the spans of update ``step`` for a Gantt chart. Without ``step``, return those of the newest ``limit``
+    updates, oldest update first.
 
     A span has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds of the leader's clock). Stages: ``generate``
     (first draw until the batch was sealed), ``wait`` (sealed batch, while the trainer worked on the previous one),

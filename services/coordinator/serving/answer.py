@@ -17,8 +17,8 @@ __all__ = ["Answer", "Ask"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A client's request. The gateway adds the fields that ``draft`` lacks: ids, the gateway's own address, the
-    episode, and the user.
+    """A client's request. ``draft`` is the request to the workers as far as the HTTP layer can fill it; the gateway
+    adds ids, its own address, the episode, and the user.
 
     ``retries`` is the number of earlier attempts, None if the client does not report it; a client that reports it
     retries automatically. ``episode`` is empty if the client names none.

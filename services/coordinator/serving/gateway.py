@@ -108,7 +108,7 @@ class Gateway:
         return self._table.rows()
 
     def find(self, model: str) -> Served:
-        """Return a model by name or id of its job. Raises NotFound, Unavailable."""
+        """Return a model by its name, or by the id of its job. Raises NotFound, Unavailable."""
         return self._table.find(model)
 
     async def open(self, ask: Ask) -> Answer:
@@ -175,7 +175,7 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _prepared(self, ask: Ask) -> Answer:
-        """Return an answer without chunks, for the request that workers will get.
+        """Complete the client's request as workers will receive it, and return an empty answer (without chunks) for it.
 
         Raises:
             Gone: the episode has ended.

@@ -182,7 +182,8 @@ class Relay:
 
 
 def relay_name(gateway: str, request: str) -> str:
-    """Return the worker name under which ``gateway`` relays the answer to ``request`` to another gateway."""
+    """Return the worker name under which ``gateway`` relays an answer to another gateway; ``request`` is the id of the
+    answered request."""
     return f"{gateway}.{request}"
 
 

@@ -139,10 +139,10 @@ class ModelTable:
 
 
 def _found_episodes_s(online: OnlineConfig | None) -> float:
-    """Return ``Served.found_episodes_s``: half of the idle time that ends an episode; 0 if the job does not credit
-    chats as episodes.
+    """Return ``Served.found_episodes_s``: the time (seconds) after an answer within which a chat that continues the
+    answer joins the answer's episode. Return 0 if the job does not find episodes in chats.
 
-    Half of that time, so that an answer that starts in time also ends in time.
+    The time is half of the idle time that ends an episode, so that an answer that starts in time also ends in time.
     """
     return online.idle_ttl_s / 2 if online is not None and online.episodes == "found" else 0.0
 

@@ -62,8 +62,8 @@ class Replicas:
         """Answers of this gateway that other gateways read, by request."""
 
     async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """Take over the unread answer to an earlier attempt from another gateway, and return it; None if there is no
-        such answer.
+        """Take over from another gateway the unread answer to an earlier attempt of the client, and return this answer;
+        return None if there is none.
 
         ``prepare`` returns a new answer to the same request, with ids of its own.
         """
@@ -87,7 +87,8 @@ class Replicas:
         return None
 
     async def _taken_back(self, key: str, note: Whereabouts, revision: int) -> Answer | None:
-        """Take back an answer that this gateway relays to another gateway, because the client has retried here."""
+        """Take back an answer that this gateway relays to another gateway: the client has now retried here. Return the
+        answer, or None if it is not available any more."""
         relay, answer = self._relays[note.ids[0]]
         try:
             claimed = await self._notes.claim(key, note)

@@ -33,5 +33,5 @@ class _Wandb:
 
 
 def open_wandb(config: WandbTracker, run: Run) -> _Wandb:
-    """Open a run with the job's id, which another leader resumes."""
+    """Open a run with the job's id, so that a later leader of the job resumes the same run."""
     return _Wandb(config, run)

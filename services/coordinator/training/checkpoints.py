@@ -1,4 +1,4 @@
-"""Checkpoints of a job: joins the checkpoints that the ledger names with their files on this host.
+"""Checkpoints of a job: the checkpoints named in the ledger, joined with their files on this host.
 
 A checkpoint directory contains ``COMMIT`` (SHA-256 of the manifest), ``manifest.json`` (size and SHA-256 of each file)
 and those files. The trainer writes it; this module returns only files that the manifest names.

@@ -1,4 +1,5 @@
-"""Draws and batches, as stored in the ledger's state."""
+"""Draws and batches, as stored in the ledger's state. A draw is an attempt to get one group to train on: trajectories
+of the same prompt or environment seed, or one piece of admitted live data."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ __all__ = ["OpenDraw", "TrainedBatch"]
 
 
 class OpenDraw(msgspec.Struct, frozen=True, gc=False):
-    """A draw that is in flight or in a sealed batch. ``batch`` is the number of the sealed batch, or 0 while in flight.
+    """A draw that has not ended: it is in flight, or its group belongs to a sealed batch that is not trained yet.
+    ``batch`` is the number of that batch, or 0 while the draw is in flight.
 
-    ``temperature`` is the sampling temperature set when it was drawn, which its ticket requests. The group
-    of the draw has a sequence number above ``after`` in EXPERIENCE.
+    ``temperature`` is the sampling temperature set when it was drawn, which its ticket requests. The group of the draw
+    has a stream sequence number above ``after`` in EXPERIENCE.
     """
 
     min_version: int

@@ -143,8 +143,11 @@ class Health:
 
     @property
     def _solved(self) -> bool:
-        """True if the newest mean rewards are near the best reward so far, and rewards have differed; also if most of
-        the newest episodes that arrived solved their task (trained episodes may be only the hard ones)."""
+        """True if training has solved the task, by either of two signs: most of the newest episodes succeeded, or the
+        newest mean rewards are near the highest reward so far while not all rewards so far were equal.
+
+        The first sign counts all episodes that arrived, because those that are trained may be only the hard ones.
+        """
         low, high = self._range
         newest = self._window("reward/mean")
         succeeded, arrived, lost = (self._count(f"sequences/{name}") for name in ("succeeded", "arrived", "unscored"))
@@ -157,7 +160,7 @@ class Health:
         return [row[name] for _, row in newest if name in row]
 
     def _count(self, name: str) -> float:
-        """Return the sum of the count ``name`` over the newest updates and since the newest update."""
+        """Return the sum of the metric ``name``, a count, over the last ``WINDOW`` updates and the time after them."""
         return sum(self._window(name)) + self.recent.get(name, 0.0)
 
     def _has_settled(self, values: Sequence[float], least: int = SETTLED) -> bool:

@@ -11,7 +11,8 @@ __all__ = ["hyperparameters_of"]
 
 
 def hyperparameters_of(settings: Mapping[str, Any]) -> Hyperparameters | None:
-    """Return the hyper-parameters of the next batch; None for a ledger without settings, from an earlier version."""
+    """Return the hyper-parameters of the next batch. Return None for a ledger without settings, which an older version
+    of Penstock wrote."""
     if not settings:
         return None
     return Hyperparameters(

@@ -28,7 +28,8 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Facts that the leader passes to each decision of a run: the time, the user's requests and its measurements."""
+    """Facts that the leader passes to each decision of a run: the time, the requests of users, and its own
+    observations."""
 
     now: float
     """Bus time (Unix seconds)."""

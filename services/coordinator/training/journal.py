@@ -1,4 +1,5 @@
-"""The ledger on the bus: reads it, appends to it as its only writer, snapshots its fold, and archives old entries."""
+"""The ledger on the bus: reads it, appends to it as its only writer, stores snapshots of the state that its entries add
+up to, and archives old entries."""
 
 from __future__ import annotations
 
@@ -213,7 +214,8 @@ class Journal:
         return self.keep_up
 
     async def keep_up(self) -> None:
-        """Purge from LEDGER the entries in the newest named segment, and write the next segment. Raises Unavailable."""
+        """Purge from LEDGER the entries in the newest archive segment that a ledger entry names, and write the next
+        segment. Raises Unavailable."""
         try:
             await self._purge()
             await self.archive()
@@ -226,8 +228,8 @@ class Journal:
     async def archive(self, *, below: int | None = None, least: int | None = None) -> None:
         """Write the next segment of the archive, which the next ledger entry will name.
 
-        The segment holds entries below sequence ``below``, by default those that the second newest snapshot
-        covers, if it can be verified. Nothing is written if the entries have fewer than ``least`` bytes.
+        The segment holds entries below the stream sequence number ``below``, by default those that the second newest
+        snapshot covers, if it can be verified. Nothing is written if the entries have fewer than ``least`` bytes.
 
         Raises:
             OSError: the archive cannot be written.
@@ -292,8 +294,8 @@ class Journal:
         self._tried = self._looked = float("-inf")
 
     async def resume(self) -> int:
-        """Find the end of the ledger without reading all of it; return the sequence of the last entry, 0 if there is
-        none."""
+        """Find the end of the ledger without reading all of it; return the stream sequence number of the last entry, 0
+        if there is none."""
         newest = await self._bus.last(subjects.LEDGER, self._subject)
         if newest is not None:
             self._last_seq, self._last_data = newest.seq, newest.data
@@ -303,8 +305,8 @@ class Journal:
     async def name_segment(self) -> bool:
         """Append an entry without events that names the written segment, and purge the segment's entries from LEDGER.
 
-        Returns False if no written segment is unnamed. Raises Fenced as ``append`` does, and Unavailable instead of
-        waiting.
+        Return False if an entry already names every written segment. Raises Fenced as ``append`` does, and Unavailable
+        instead of waiting.
         """
         if self._written is None:
             return False
@@ -315,8 +317,8 @@ class Journal:
         return True
 
     async def _covered(self, place: int) -> int:
-        """Return the ledger sequence that the ``place``-th newest snapshot covers; 0 if there is no such snapshot, or
-        if it cannot be verified."""
+        """Return the stream sequence number of the last ledger entry that the ``place``-th newest snapshot covers; 0 if
+        there is no such snapshot, or if it cannot be verified."""
         begun = await _begun(self._bus, self._job)
         for message in (await self._bus.get_whole(subjects.SNAPSHOTS, begun[-place:][:1])).values():
             if len(begun) < place:
@@ -333,7 +335,8 @@ class Journal:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, state: LedgerState) -> Callable[[], Awaitable[None]] | None:
-        """Return work that stores a snapshot of ``state``, the fold of all entries, or None if none is due."""
+        """Return work that stores a snapshot of ``state``, which must include all entries of the ledger. Return None if
+        no snapshot is due."""
         if self._entries < SNAPSHOT_ENTRIES or self._bytes < self._snapshot_bytes:
             return None
         self._entries = self._bytes = 0
@@ -388,5 +391,6 @@ async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState
 
 
 async def _begun(bus: Bus, job: str) -> list[int]:
-    """Return the sequence at which each snapshot of a job begins, oldest first."""
+    """Return the stream sequence number of each snapshot of a job in SNAPSHOTS (that of its first message), oldest
+    first."""
     return [m.seq for m in await bus.read(subjects.SNAPSHOTS, subjects.snapshots(job), headers_only=True)]

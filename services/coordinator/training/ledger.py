@@ -195,8 +195,8 @@ class LedgerState:
 
     @property
     def pinned(self) -> list[int]:
-        """Numbers of the checkpoints that are kept at any age: the initial checkpoint, the best, and the base of the
-        served version."""
+        """Numbers of the checkpoints that are kept at any age: the initial checkpoint, the best one, and the one from
+        which the served version can be recomputed (``base_of``)."""
         served = self.base_of(self.promoted.number) if self.promoted is not None else None
         return sorted({0, *(c.number for c in (self.best, served) if c is not None)})
 

@@ -49,7 +49,7 @@ class PromotionGate:
         self._arms = arms_of([])
 
     def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an update that the promotion config bounds. The ledger records them."""
+        """Return those of an update's metrics for which the promotion config sets a bound. The ledger records them."""
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 

@@ -57,7 +57,11 @@ FAILED_STREAK = 4
 
 @dataclass(slots=True)
 class Effects:
-    """Effects of committed events. ``delete``: sequences of EXPERIENCE; ``announce``: numbers of sealed batches."""
+    """Effects that the leader must carry out after events were committed.
+
+    ``delete`` has the stream sequence numbers of messages to delete from EXPERIENCE, ``announce`` the numbers of sealed
+    batches to announce.
+    """
 
     tickets: list[Draw] = field(default_factory=list)
     delete: list[int] = field(default_factory=list)
@@ -223,10 +227,10 @@ class JobRun:
         return Verdict.ACCEPT
 
     def take_up(self) -> int:
-        """Count the stored groups of trained batches from the ledger's state; return the EXPERIENCE sequence from which
-        to read.
+        """Restore the byte counts of the stored groups of trained batches from the ledger's state. Return the stream
+        sequence number from which a new leader must read EXPERIENCE before it decides.
 
-        The group of an open draw has that sequence or a higher one, so lower messages affect no decision. Ledgers of
+        The group of an open draw has that number or a higher one, so lower messages affect no decision. Ledgers of
         earlier versions lack the sizes of groups: then all groups are read.
         """
         state = self.state

@@ -62,7 +62,7 @@ class Supply(Protocol):
     def decided(self, state: LedgerState, *, ends: bool) -> Sequence[Event]:
         """Return the decisions on live items since the last call, each small enough for an entry of the ledger.
 
-        The runner records them before the next decision, which may depend on them. If that decision ``ends`` the job,
+        The leader records them before the next decision, which may depend on them. If that decision ``ends`` the job,
         everything undecided is refused.
         """
         ...
@@ -72,7 +72,8 @@ class Supply(Protocol):
         ...
 
     def unreadable(self) -> list[Unreadable]:
-        """Return the unreadable messages since the last call; the runner copies them to DEAD before it decides."""
+        """Return the messages that could not be decoded since the last call. The leader copies them to DEAD, the stream
+        of dead letters, before its next decision."""
         ...
 
     async def requeue(self, dead_letter: LiveDeadLetter) -> int:

@@ -48,8 +48,8 @@ NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the
 
 class GymnasiumEnvironment:
     """One Gymnasium environment. A step is a success if its info has a true entry `success` or `is_success`, as in
-    Gymnasium-Robotics. An environment does not declare these entries: ``spec`` has `has_success` from the first step
-    on whose info has one."""
+    Gymnasium-Robotics. An environment does not declare these entries, so `has_success` in ``spec`` is False until the
+    info of a step has one of them."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
         """Create the environment. Raises ValueError if the observation or action space is not supported."""

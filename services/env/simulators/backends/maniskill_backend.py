@@ -170,9 +170,10 @@ class ManiSkillBatch:
         self._steps_N = np.zeros(num_envs, np.int64)
         self._state_ids_N = np.zeros(num_envs, np.int64)
         self._variants_N = np.zeros(num_envs, np.int64)
-        """For each running episode, the index of its start among the different starts of its state id."""
+        """For each running episode, the index of its first observation in ``_starts`` of its state id."""
         self._starts: dict[int, list[NDArray[np.float32]]] = {}
-        """Different first observations by state id; more than one if the state id does not determine the start."""
+        """Different first observations by state id; more than one if the state id does not determine the initial state
+        of an episode."""
         self.task = words_of(env_id)
         low, high = (np.asarray(spaces[bound], np.float32) for bound in ("low", "high"))
         self._still_A = np.clip(0, low, high)
@@ -212,8 +213,9 @@ class ManiSkillBatch:
         return {"state": _numbers(seen)[env_ids]}, _numbers(rewards)[env_ids], over, cut, success
 
     def states(self, env_ids: NDArray[np.int32]) -> list[bytes]:
-        """Return, for each episode, the state id, the number of steps, and the index of its start among the starts that
-        were seen for this state id.
+        """Return, for each episode, its state id, its number of steps, and the index of its first observation among
+        those seen for this state id. A state id has several first observations if it does not determine the initial
+        state.
 
         Poses are not part of it: on a GPU they differ in the last bits between the environments of a scene.
         """
@@ -235,8 +237,8 @@ class ManiSkillBatch:
         return start
 
     def _variant(self, state_id: int, start: NDArray[np.float32]) -> int:
-        """Return the index of ``start`` among the starts seen for ``state_id``; a start that differs from all of them
-        is added."""
+        """Return the index of the first observation ``start`` among those seen for ``state_id``; add it if it differs
+        from all of them."""
         if state_id not in self._starts and len(self._starts) >= MOST_STARTS:
             del self._starts[next(iter(self._starts))]
         known = self._starts.setdefault(state_id, [])
