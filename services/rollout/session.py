@@ -233,7 +233,8 @@ class RolloutSession:
             await self._stand_by(f"that can open the engine; here: {error}")
 
     async def _stand_by(self, other: str) -> None:
-        """Take no ticket until drained, and report that the job waits for a rollout worker that ``other`` describes."""
+        """Wait until drained without taking tickets. Meanwhile, report that the job needs another kind of rollout
+        worker, which ``other`` describes."""
         self._asking.wait("engine", f"a rollout worker {other}", subjects.tickets(self.job))
         await self._drained.wait()
 
@@ -323,7 +324,8 @@ class RolloutSession:
         await self._serving.run()
 
     def amend(self, config: TextJob) -> None:
-        """Use a changed config. New live requests get its sampling; tickets carry the temperature of their draw."""
+        """Use a changed config. Its sampling applies to new live requests only: a ticket keeps the temperature that was
+        set when the coordinator drew the ticket's prompt."""
         self.config = config
         if self._serving is not None:
             self._serving.amend(config.sampling)
@@ -399,7 +401,7 @@ class RolloutSession:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Count a group as being scored or published during the block."""
+        """While the block runs, include one more group in the number of groups that are being scored or published."""
         self._num_written += 1
         try:
             yield

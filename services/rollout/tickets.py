@@ -97,7 +97,8 @@ class TicketTaker:
         return bool(self._holds)
 
     def is_repeated(self, key: str) -> bool:
-        """Return True if another worker may already have begun the ticket in progress under ``key``."""
+        """Return True if another worker may have begun this ticket before. ``key`` names a ticket in progress on this
+        worker."""
         return key in self._repeated
 
     def drain(self) -> None:

@@ -30,7 +30,8 @@ _ENGINE_WORDS = ("max_running", "stop_ids", "detokenize", "threads")
 
 
 def try_code(request: TrialRequest, attempts: Attempts) -> None:
-    """Import the code of each part of ``request``; check arguments of functions and engines; call functions once."""
+    """Try the user code that each part of ``request`` names. Import it; check that a function or an engine's class
+    accepts the arguments that Penstock passes; call a function once."""
     trials: dict[str, Callable[[TrialRequest, Attempts, str, str], None]] = {
         "data.curriculum": _try_curriculum,
         "online.redaction.function": _try_redaction,

@@ -133,7 +133,7 @@ class Optimizer:
         return norm
 
     def complete(self, trained: list[Tensor]) -> None:
-        """Set the gradients of parameters that no backward pass reached to zero."""
+        """Set to zero the gradients of parameters that no backward pass reached."""
         for param in trained:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)

@@ -39,7 +39,7 @@ RETRY_S = 0.2
 
 
 class Publishing:
-    """Publishes the policy of one job. If ``gated``, the coordinator decides which version engines serve."""
+    """Publishes the policy of one job. If ``gated``, the coordinator decides which version the engines serve."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, *, gated: bool = False) -> None:
         self._bus, self._settings, self._job, self._gated = bus, settings, job, gated
@@ -83,7 +83,8 @@ class Publishing:
             await self.announce(self._written[self._job])
 
     async def announce_served(self, manifest: WeightManifest) -> None:
-        """Announce the new location of the served version. Raises Fenced if a later trainer has announced one."""
+        """Announce new weights of the version that engines already serve, which a restarted trainer has published
+        again. Raises Fenced if a later trainer has announced a version."""
         await self._put(self._job, manifest)
 
     async def newest(self) -> int:
@@ -96,7 +97,8 @@ class Publishing:
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
 
     async def stands(self, manifest: WeightManifest) -> bool:
-        """Return True if ``manifest`` is announced now, either for the served version or for the candidate."""
+        """Return True if ``manifest`` is announced now, either as the served version or as the candidate (the version
+        on trial before engines serve it)."""
         keys = (self._job, subjects.candidate_manifest(self._job))
         known = [await self._known(key) for key in keys]
         return any(one is not None and one.created == manifest.created for one in known)
@@ -144,7 +146,8 @@ class Publishing:
 
     @property
     def waiting(self) -> tuple[str, float] | None:
-        """Return the wait of the writing thread for a free slot, None if it does not wait; see ``SlotPool.waiting``."""
+        """Return the reason and the start of the writing thread's current wait for a free slot; None if it does not
+        wait. See ``SlotPool.waiting``."""
         return None if self._publisher is None else self._publisher.waiting
 
     @property
@@ -188,8 +191,8 @@ class Publishing:
         return self._written[self._job]
 
     def _complete(self, keep: WeightManifest | None) -> None:
-        """Publish the last versions by the transports that failed before, and add these transports to the manifests.
-        Blocks; version ``keep`` stays available."""
+        """Publish the newest version, and the base weights if any, by the transports that failed before, and add these
+        transports to the manifests. Blocks. The version that ``keep`` describes stays available."""
         base = subjects.base_manifest(self._job)
         with self._writing:
             for key, publisher, kept in ((base, self._base_publisher, None), (self._job, self._publisher, keep)):

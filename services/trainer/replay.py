@@ -166,7 +166,8 @@ class Replay:
         return replica
 
     async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed], EnvSpec | None]:
-        """Return the current lineage's updates by batch, its checkpoints, and the simulator of an embodied job."""
+        """Read the ledger. Return the updates by batch number and the checkpoints, without those that a fork undid, and
+        the properties of the simulator of an embodied job."""
         trained: dict[int, BatchTrained] = {}
         simulator: EnvSpec | None = None
         checkpoints: list[Checkpointed] = []
@@ -184,7 +185,7 @@ class Replay:
         return trained, checkpoints, simulator
 
     def _bases(self, checkpoints: list[Checkpointed], from_batch: int | None, purged: int) -> list[Checkpointed]:
-        """Return the checkpoints at which the replay can begin, the best first.
+        """Return the checkpoints at which the replay can begin, in the order in which it should try to load them.
 
         With ``from_batch``, these are the checkpoints before that batch, newest first. Without it, these are the
         checkpoints whose later batches are all in the log, oldest first; if there is none, the newest checkpoint.

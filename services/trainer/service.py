@@ -1,4 +1,5 @@
-"""The trainer process: runs a session per job and replays on request, or follows rank 0 on a rank above 0."""
+"""The trainer process. Rank 0 runs a session for each job, and replays jobs on request; the other ranks carry out rank
+0's orders."""
 
 from __future__ import annotations
 

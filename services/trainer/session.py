@@ -331,8 +331,9 @@ class TrainerSession:
         return manifest
 
     async def _arrival(self, arrived: asyncio.Event) -> None:
-        """Wait for ``arrived`` and clear it. Meanwhile, retry the transports that failed for the newest version: if all
-        workers wait for this version, no later one comes."""
+        """Wait until ``arrived`` is set (a sealed batch arrived), and clear it. Meanwhile, retry the transports by
+        which the newest version could not be published. If all workers lack this version, no batch can arrive before
+        they have it."""
         while not arrived.is_set():
             try:
                 async with asyncio.timeout(COMPLETE_S if self._publishing.problem is not None else None):
@@ -390,8 +391,8 @@ class TrainerSession:
         )  # fmt: skip
 
     async def _halt(self, manifest: BatchManifest, error: NonFiniteStep) -> None:
-        """Ask the coordinator to pause the job, and wait until the job is resumed. The batch is then trained from its
-        start.
+        """Ask the coordinator to pause the job after ``error``, a loss or gradient that is not finite. Return once the
+        job is resumed; the session then trains the batch again from its start.
 
         Raises:
             Fenced: steps of the batch were already made, so the session must start over from a checkpoint.

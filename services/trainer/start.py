@@ -157,7 +157,8 @@ class Start:
     async def _fork(
         self, number: int, start: dict[str, Any], reason: str, *, rollback: int | None = None, bad: Sequence[Draw] = ()
     ) -> None:
-        """End the lineage and continue from the state before batch ``number``, with a version above all published ones.
+        """Discard the recorded updates from batch ``number`` on, and start a new lineage (series of updates) from the
+        state before this batch. Publish this state under a version above all published ones.
 
         Args:
             bad: draws of the batch whose groups are gone; the coordinator knows which of them a deletion removed.

@@ -14,7 +14,8 @@ NOTHING: Paired = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, float]]) -> dict[str, Paired]:
-    """Return a copy of ``known`` (sums by rater) with the ratings ``(rater, x, y)`` of ``pairs`` added."""
+    """Return a copy of ``known``, the sums by rater, with ``pairs`` added. A pair ``(rater, x, y)`` has the rating x of
+    this rater and the rating y of the reference for the same item."""
     found = dict(known)
     for rater, x, y in pairs:
         n, sx, sy, sxx, syy, sxy = found.get(rater, NOTHING)

@@ -21,10 +21,11 @@ Tracked = tuple[float, float]
 
 
 def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weight: float) -> float:
-    """Return the tracked mean reward of a bucket, shrunk towards the mean of all rewards: that mean counts as
-    ``weight`` (> 0) additional rewards.
+    """Return the tracked mean reward of ``bucket`` (a kind of prompt), shrunk towards the mean of all rewards. The
+    shrinkage is as if the bucket had received ``weight`` (> 0) additional rewards, each equal to the mean of all
+    rewards.
 
-    The bucket of all rewards itself counts as if it had also received ``weight`` rewards equal to ``value``.
+    The bucket of all rewards is treated as if it had also received ``weight`` rewards equal to ``value``.
     """
     if bucket != EVERYTHING:
         value = value_of(tracked, EVERYTHING, value=value, weight=weight)

@@ -38,9 +38,10 @@ def dpo_loss(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """``-(1 - ε) log σ(h) - ε log σ(-h)``, [P] (DPO, arXiv 2305.18290, eq. 7; ε: Mitchell, 2023).
-
+    """Return the DPO loss of each pair, [P]: ``-(1 - ε) log σ(h) - ε log σ(-h)`` with the margin
     ``h = beta · ((log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected)))``.
+
+    Source: DPO, arXiv 2305.18290, eq. 7; label smoothing ε: Mitchell, 2023.
 
     Args:
         chosen_P, rejected_P: log-probs by the policy, from ``sequence_logprobs``; if they are normalized, long answers

@@ -23,8 +23,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module that defines ``name`` on first use, because scorer processes need neither job files nor service
-    settings."""
+    """Import the module of ``name`` only when ``name`` is first used. Scorer processes also import this package, and
+    should not load the code for job files and service settings, which they do not need."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

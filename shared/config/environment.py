@@ -176,7 +176,8 @@ class EnvironmentConfig(EpisodeConfig):
 
     @property
     def gives_rewards(self) -> bool:
-        """True if a tool has the type `method`, because the object of such a tool may return a reward."""
+        """True if a tool is a method of an object (type `method`), because such an object may return a reward for its
+        episode."""
         return any(isinstance(tool, MethodTool) for tool in self.tools)
 
 
@@ -269,8 +270,8 @@ def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | Non
 
 
 def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: str = "sampling") -> str:
-    """Return the beginning of an error message about completions that do not fit: the keys of the job file that bound
-    their length, with values if there are several keys."""
+    """Return the beginning of an error message about completions that are too long: the keys of the job file that limit
+    their length. If there are several keys, the text includes their values. The caller appends the total in tokens."""
     if environment is None:
         return f"{key}.max_new_tokens"
     turns = environment.max_turns - 1

@@ -12,7 +12,8 @@ __all__ = ["EarlyStopConfig", "KeepBestConfig"]
 
 
 class EarlyStopConfig(StrictModel):
-    """Early stopping: the job ends before its last update, succeeds, and gives the reason in its message.
+    """Early stopping: the job ends before it has made all its updates. It then counts as succeeded, and its message
+    gives the reason.
 
     Evaluations that miss prompts (`eval/missing` above 0) are ignored, because they are not comparable.
     """

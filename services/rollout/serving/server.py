@@ -54,7 +54,8 @@ NOT_REPLAYABLE = "sampling_not_replayable"
 def sampling_for(
     config: SamplingConfig, client: ClientSampling, *, num_prompt: int, max_length: int, constrained: bool = False
 ) -> Sampling:
-    """Merge the client's sampling with the job's defaults; the default length is limited to the room after the prompt.
+    """Merge the sampling options of a client's request with the job's defaults. If the client sets no
+    ``max_new_tokens``, the job's default is reduced until prompt and answer fit into ``max_length`` tokens.
 
     A ``constrained`` answer ends where its grammar ends, however short it is.
 
@@ -114,9 +115,9 @@ MAX_SILENT = 6
 
 
 class Presence:
-    """Counts the checks since the last heartbeat of each gateway.
+    """Finds lost gateways: counts the rounds of checks since the last heartbeat of each gateway.
 
-    Checks are counted, not seconds, because a process that was itself stalled received no heartbeats.
+    Rounds are counted, not seconds, because a process that was itself stalled received no heartbeats.
     """
 
     def __init__(self) -> None:
@@ -150,7 +151,7 @@ class _Live:
     sampling: SamplingConfig
     """The job's sampling when the request was accepted."""
     engine: Engine
-    """Engine that generates the answer: the candidate's engine or the serving engine."""
+    """Engine that generates the answer: the serving engine, or the engine with the version on trial."""
     task: asyncio.Task[None] | None = None
     gone: bool = False
     """True once the client disconnected."""
@@ -296,8 +297,8 @@ class InferenceServer:
         return live
 
     def _engine_for(self, request: InferenceRequest) -> Engine:
-        """Return the candidate's engine if the request asks for the candidate's version and this worker has it, else
-        the serving engine."""
+        """Return the engine that answers ``request``: the engine with the version on trial, if the request asks for
+        that version and this worker has it; else the serving engine."""
         if request.canary < 0:
             return self.engine
         candidate = self.candidate

@@ -37,7 +37,8 @@ class Reader(Protocol):
     """Reads parameters of a module as whole tensors by name. A collective if parameters are sharded over ranks."""
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """Yield ``read(name)`` for each name; calls ``read`` while the parameters of the name's block are whole.
+        """Yield ``read(name)`` for each name. While ``read`` runs, the part of the model that contains the parameter
+        ``name`` (usually a decoder block) is gathered whole.
 
         A tensor is valid until the iterator advances.
         """

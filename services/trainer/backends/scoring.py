@@ -1,4 +1,5 @@
-"""Scores of the tokens of a microbatch, by the decoder that trainer and sampler share.
+"""Scores of the tokens of a microbatch: log-probs, entropy and KL of a policy, or values of a critic. The forward pass
+is the decoder in ``shared.models.decoder``, which Penstock's own engine runs too.
 
 Shape legend: M = scored tokens of a microbatch, V = vocabulary.
 """

@@ -42,14 +42,15 @@ logger = logging.getLogger(__name__)
 Pick = Callable[[BatchManifest], Sequence[int]]
 """Function that returns the positions of the groups that this rank trains, ascending."""
 Decode = Callable[[bytes, SealedGroup], Group | EpisodeGroup]
-"""Decoder of a stored group from its bytes and its manifest entry.
+"""Function that parses a stored group from its bytes and its manifest entry.
 
 Raises ProtocolError if the group cannot be trained.
 """
 
 
 class Untrainable(Exception):  # noqa: N818
-    """Raised for a sealed batch with groups that cannot be trained; ``bad`` lists their draws."""
+    """Raised for a sealed batch with groups that cannot be trained. ``bad`` lists the draws of these groups; a draw
+    identifies one attempt to get a group for a prompt."""
 
     def __init__(self, bad: list[Draw], reason: str) -> None:
         super().__init__(reason)
@@ -57,7 +58,7 @@ class Untrainable(Exception):  # noqa: N818
 
 
 def decoder_of(config: AnyTraining) -> Decode:
-    """Return the decoder for the groups of a job."""
+    """Return the function that parses a stored group of the job: episodes of an embodied job, else completions."""
     return (
         episodes if isinstance(config, EmbodiedJob) else partial(completions, temperature=config.sampling.temperature)
     )

@@ -31,7 +31,8 @@ _COUNTERS = ("inserted", "groups")
 
 
 def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[np.int64]:
-    """Return ``size`` row indices below ``stored``, drawn uniformly with replacement: a pure function of the arguments.
+    """Draw ``size`` row indices from 0 to ``stored - 1``, uniformly and with replacement. The result depends only on
+    the arguments.
 
     Args:
         number: number of the sample; unique within a run.
@@ -179,7 +180,8 @@ def memory_bytes() -> int:
 
 
 def _limits(root: Path, path: str, name: str) -> list[int]:
-    """Return the limits of a cgroup and its ancestors. In a container, ``path`` may not exist below ``root``."""
+    """Return the limits of the cgroup ``path`` and of its ancestors, up to the mount point ``root``. Directories that
+    do not exist are skipped, because a process in a container may see the path that its cgroup has on the host."""
     folder, limits = root / path.lstrip("/"), []
     for one in (folder, *folder.parents):
         if not one.is_relative_to(root):

@@ -73,7 +73,8 @@ class Routers:
         self.count({n: torch.bincount(row_A, minlength=self.num_experts) for n, row_A in enumerate(flat_NA)})
 
     def aim(self, collective: Collective) -> None:
-        """Sum the counted choices over all ranks to the expert loads that ``penalty`` uses, and reset the counts."""
+        """Sum the counted choices over all ranks. Store the sums as the expert loads that ``penalty`` uses, and reset
+        the counts."""
         self._aim_NE, self._counted_NE = _summed(self._counted_NE, collective), self._zeros()
 
     def penalty(self, load: RouterLoad) -> Tensor:

@@ -287,7 +287,8 @@ def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredChe
 
 
 def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tensor]:
-    """Yield whole tensors, joined from the shards on disk in buckets. Needs no other rank, so training can continue."""
+    """Yield the whole tensors that ``table`` lists, one after another. Read them from the shards on disk, several at a
+    time, up to about ``_EXPORT_BYTES``. Other ranks take no part, so they can continue to train."""
     from penstock.services.trainer.checkpoint.sharded_tensors import read_shards
 
     bucket: dict[str, Tensor] = {}
@@ -363,7 +364,8 @@ def _in_directory(manifest: CheckpointManifest, prefix: str) -> list[str]:
 
 
 def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
-    """Return the whole tensors of one model by part, put together from the files in ``shards``."""
+    """Return the whole tensors of one model, put together from the files in ``shards``. The keys are the part of the
+    model (weights, optimizer and so on) and the name of the tensor."""
     from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shard_table(shards)}
@@ -372,7 +374,8 @@ def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
 
 
 def _fill(directory: Path, stored: list[str], into: BackendState) -> dict[Part, dict[str, Tensor]]:
-    """Fill this rank's parts in ``into`` from stored tensors, sharded or whole; return the filled tensors by part."""
+    """Copy this rank's rows of the stored tensors into the tensors of ``into``; the stored tensors are sharded or
+    whole. Return the tensors of ``into`` by part of the model (weights, optimizer and so on) and name."""
     if f"{_SHARDS}/.metadata" in stored:
         from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 

@@ -181,7 +181,8 @@ def verify_files(stored: StoredCheckpoint, *, rank: int = 0, ranks: int = 1) -> 
 
 
 def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete the checkpoints up to number ``recorded``, except the newest ``keep`` numbers and those in ``pinned``.
+    """Delete the job's checkpoints up to batch ``recorded``, except those of the ``keep`` newest batches and those of
+    the batches in ``pinned``.
 
     Remains of crashed writers up to that number are deleted too, so only the writer of ``job`` may call this. COMMIT is
     removed first, so that nobody loads a checkpoint that is being deleted.

@@ -45,7 +45,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> TensorTable:
-    """Return the table of ``tensors``."""
+    """Return the name, shape and dtype of each tensor in ``tensors``."""
     return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
 
 
@@ -106,7 +106,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_table(path: Path) -> TensorTable:
-    """Return the table of a file without reading its tensors. Raises CheckpointError."""
+    """Return the name, shape and dtype of each tensor in a file, without reading the tensors. Raises
+    CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -116,8 +117,8 @@ def tensor_table(path: Path) -> TensorTable:
 
 
 def read_slices(path: Path, targets: Mapping[str, Tensor], rows_of: Callable[[int], slice]) -> None:
-    """Copy the rows ``rows_of(number of rows)`` of each stored tensor into the target of the same name; copy scalars
-    whole.
+    """Copy a slice of rows of each stored tensor into the target of the same name; copy scalars whole. ``rows_of``
+    returns the slice for the number of rows of the stored tensor.
 
     Raises:
         CheckpointError: the file cannot be read.

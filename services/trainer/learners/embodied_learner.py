@@ -174,7 +174,8 @@ class EmbodiedLearner:
                 raise ProtocolError(f"observation '{name}' is {what}, the policy reads {list(shape)}")
 
     def _description(self) -> dict[str, Any]:
-        """Return the description of the policy and its space; an infinite bound is null."""
+        """Return the description of the policy and of its observation and action space, for a checkpoint. An infinite
+        bound of an action or observation becomes null."""
         return {
             "format": "penstock embodied policy",
             "policy": self._config.policy.model_dump(mode="json"),

@@ -83,9 +83,10 @@ def _decisions(policy: EpisodePolicy, demonstrations: Demonstrations, device: to
 
 
 def _windows(cu_seqlens: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the C steps that a decision at each step would cover, [S, C], and a mask of the steps in the same episode.
+    """Return the C steps whose actions form the decision at each step, [S, C]: the step itself and the C - 1 steps
+    after it. Also return a mask [S, C] that is False for steps beyond the end of the episode.
 
-    Indices beyond the end of the episode are replaced by its last step.
+    The indices of steps beyond the end are replaced by the last step of the episode.
     """
     ends_S = np.repeat(cu_seqlens[1:], np.diff(cu_seqlens))
     steps_NC = np.arange(len(ends_S))[:, None] + np.arange(chunk)

@@ -166,7 +166,8 @@ class Learner:
         return self._policy.frozen()
 
     def environment(self) -> dict[str, str]:
-        """Return properties that bit-identical results depend on. Compare them with a checkpoint's before a replay."""
+        """Return the properties on which bit-identical results depend. A replay compares them with those in the
+        checkpoint."""
         return self._policy.environment() | self._pins
 
     def state(self) -> LearnerState:
@@ -237,8 +238,8 @@ def _warm_start(
     eos: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Minimise the cross-entropy of the answer tokens and the end of sequence before version 0, so that reinforcement
-    learning starts from some successes: one optimizer step per batch.
+    """Train the policy on demonstrations before version 0, so that reinforcement learning starts from some successes.
+    Make one optimizer step per batch on the cross-entropy of the answer tokens and the end of sequence.
 
     The learning rate follows ``warm_start.schedule``; other optimizer settings are the job's. Afterwards the optimizer
     is reset, and the resulting weights become the reference policy, unless the job names another one. In a job with

@@ -31,7 +31,8 @@ Weights = Mapping[str, Tensor]
 
 
 def copy_weights(learner: JobLearner) -> dict[str, Tensor]:
-    """Return the published weights on the CPU, without float64 statistics, whose counts would dominate distances."""
+    """Return the published weights on the CPU. Float64 tensors are left out: they are statistics of observations, among
+    them counts, which are so large that they would dominate the distance between two sets of weights."""
     weights = ((name, tensor) for name, tensor in learner.weights() if tensor.dtype != torch.float64)
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
 

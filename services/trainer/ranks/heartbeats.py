@@ -1,4 +1,5 @@
-"""State of a process that is one of several ranks: its rank, its orders, and the threads that run torch."""
+"""State of a process that is one of several trainer ranks: its connections to the other ranks, rank 0's orders, and the
+threads that run torch."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Ranks:
         return self.world.place
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await this rank's part of an order and return its result; give up ``FAILED_GRACE_S`` after any rank failed.
+        """Await this rank's part of an order and return its result. Give up once a rank has failed and
+        ``FAILED_GRACE_S`` seconds have passed since.
 
         Raises:
             CheckpointError: a rank failed, and this one waits in a collective that the failed rank will not enter.

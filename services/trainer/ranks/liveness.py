@@ -123,8 +123,7 @@ class Liveness:
 
     @property
     def failure(self) -> str:
-        """Error that a rank met in a joint operation, until the ranks have voted on the operation; '' if there is
-        none."""
+        """Error of a rank in a joint operation on which the ranks have not yet voted; '' if there is none."""
         for sign in (self._own(), *self._heartbeats.values()):
             if sign.failure:
                 return f"rank {sign.rank}: {sign.failure}"

@@ -86,7 +86,8 @@ class Publish(_Order, frozen=True, tag=True):
 
 
 class Save(_Order, frozen=True, tag=True):
-    """Copy the state and start to write a checkpoint after batch ``number``; ``token`` distinguishes attempts."""
+    """Copy the state that batch ``number`` led to, and start to write it as a checkpoint. ``token`` distinguishes
+    attempts."""
 
     number: int
     token: str

@@ -187,7 +187,8 @@ class World:
         self._data_parallel = {1: self.everybody}
 
     def data_parallel(self, model_parallel: int) -> ProcessGroup:
-        """Return this rank's data-parallel group; ``model_parallel`` adjacent ranks share a model.
+        """Return this rank's data-parallel group. Every ``model_parallel`` adjacent ranks share one copy of the model;
+        a group has one rank of each copy.
 
         Raises:
             ConfigError: the number of ranks is not divisible by ``model_parallel``.
@@ -274,7 +275,8 @@ def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Sto
 
 
 def _confirmed(board: Store, start: str, place: Place, own: str) -> bool:
-    """Return True if rank 0 has confirmed this process at ``start``. Rank 0 confirms once all ranks have signed up."""
+    """Return True if rank 0 has confirmed that this process (``own``) belongs to the start of the trainer with the name
+    ``start``. Rank 0 confirms once all ranks have signed up."""
     signed, confirmed = _signatures(start, place.size), f"{start}/confirmed"
     if place.rank == 0 and board.check(signed):
         board.set(confirmed, " ".join(board.get(key).decode() for key in signed))

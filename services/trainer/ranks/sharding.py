@@ -55,7 +55,8 @@ class BatchShard(Generic[AnyGroup]):
         return cls(list(groups), list(range(len(groups))), len(groups), objectives=objectives)
 
     def of(self, objective: Objective) -> BatchShard[AnyGroup]:
-        """Return this rank's shard of the batch that consists only of the groups with ``objective``."""
+        """Return this rank's groups with the objective ``objective`` as a shard of their own. In it, ``positions`` and
+        ``num_groups`` count only the groups of the batch with this objective."""
         every = self.objectives or ("policy",) * self.num_groups
         mine = [position for position, one in enumerate(every) if one == objective]
         places = {position: place for place, position in enumerate(mine)}

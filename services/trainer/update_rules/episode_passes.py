@@ -49,7 +49,8 @@ class Decisions:
         return Decisions(observations, self.actions_NCA[own_M], self.behaviour_NCA[own_M], self.executed_NC[own_M])
 
     def of_executed(self, numbers_NCA: Tensor) -> Tensor:
-        """Return the sum of ``numbers_NCA`` over the components of the executed actions of each decision, [N]."""
+        """Sum ``numbers_NCA`` over the C actions of each decision and their A components; return [N]. Actions that were
+        not executed are left out."""
         return torch.where(self.executed_NC[..., None], numbers_NCA, 0).sum((1, 2))
 
     def compare(self, logprobs_NCA: Tensor, mismatch: Mismatch) -> None:
@@ -65,7 +66,8 @@ def decisions_of(columns: EpisodeColumns, device: torch.device) -> Decisions:
 
 
 class EpisodePasses:
-    """Makes ``epochs × minibatches`` policy steps. A further step of the update rule, if any, follows each policy step.
+    """Makes ``epochs × minibatches`` policy steps. After each of them, the update rule can make a step of its own on
+    the same minibatch, such as a step of a value network.
 
     The ratio is per decision: the log-prob of a decision is the sum over the components of its executed actions.
 

@@ -79,7 +79,8 @@ class TrainedNetworks:
         copy_into(self.tensors(without=without), state, what=what)
 
     def tensors(self, *, without: str) -> dict[str, Tensor]:
-        """Return live weights and optimizer states by name, except the weights of the network ``without``."""
+        """Return the weights and optimizer states of all networks by name: the tensors themselves, not copies. The
+        network named ``without`` is included with its optimizer state only."""
         return {
             name: tensor
             for network in self._networks.values()

@@ -159,9 +159,11 @@ class OffPolicySteps:
         return sequence_logprobs(logprobs_M, local_M, num_rows=num_rows, normalise=self._preference.normalise)
 
     def _parts(self, own: Sequence[list[Microbatch]], counts: Sequence[int]) -> list[_Part]:
-        """Return the part of each step, from this rank's microbatches and counts of tokens or pairs.
+        """Return one ``_Part`` for each optimizer step. ``own`` has this rank's microbatches of each step, and
+        ``counts`` the number of tokens or pairs in them.
 
-        Microbatches are padded with None to the largest number on any rank; denominators are sums over ranks.
+        Microbatches are padded with None to the largest number on any rank; denominators are sums of ``counts`` over
+        ranks.
         """
         most = self._collective.max({str(i): float(len(part)) for i, part in enumerate(own)})
         total = self._collective.sum({str(i): float(count) for i, count in enumerate(counts)})
@@ -186,7 +188,8 @@ def off_policy_steps(
 
 
 def _runs(shard: BatchShard[Group], number: int) -> list[Ints]:
-    """Return indices of this rank's groups in each of ``number`` contiguous, nearly equal runs of all groups."""
+    """Divide the groups of the whole batch into ``number`` contiguous, nearly equal runs. Return, for each run, the
+    indices of its groups in ``shard.groups``, which has only this rank's groups."""
     runs = np.array_split(np.arange(shard.num_groups), number)
     positions = np.array(shard.positions, np.int64)
     return [np.flatnonzero(np.isin(positions, run)) for run in runs]

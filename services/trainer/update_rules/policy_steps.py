@@ -79,7 +79,7 @@ class PolicySteps:
             )
 
     def report(self, collective: Collective) -> dict[str, float]:
-        """Return losses averaged over steps, and means over the tokens that went forward on all ranks."""
+        """Return losses averaged over steps, and means over all ranks' tokens for which a forward pass ran."""
         steps = max(1, len(self.grad_norms))
         loss = collective.sum({"total": self.loss, "policy": self.pg_loss})
         return {

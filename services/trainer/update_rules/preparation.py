@@ -80,7 +80,8 @@ def prepare(
     work: Mapping[Role, Work],
     teacher: Teacher | None = None,
 ) -> PreparedBatch:
-    """Gather the properties of a batch, run the passes without gradient, and count the tokens of each pass in ``work``.
+    """Gather the properties of a batch and run the passes without gradient. Add the amount of computation of these
+    passes to the counters in ``work``.
 
     Raises:
         ProtocolError: a group cannot be scored, or no trajectory of the batch is valid.

@@ -30,7 +30,8 @@ class Shaped:
 
 
 class RewardShaper:
-    """Normalises, scales and clips rewards, then adds the penalty of long completions (not to greedy baselines).
+    """Normalises, scales and clips rewards and greedy baselines. Then adds the penalty for long completions to the
+    rewards, but not to the baselines.
 
     Normalisation uses all rewards of the run including this batch, so that the first batch is normalised too.
     """

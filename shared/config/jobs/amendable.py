@@ -52,10 +52,12 @@ def settings_of(config: TrainingJob) -> dict[str, Any]:
 
 
 def ranges_of(config: BaseModel) -> list[dict[str, Any]]:
-    """Return a row for each setting that may change in a job with this ``config``, in the order of AMENDABLE.
+    """Return a description of each setting that may change in a job with this ``config``: its value, type and bounds.
+    The order is that of AMENDABLE.
 
-    A row has ``key``, the current ``value``, ``type`` (integer or number), the lower bounds ``minimum`` (inclusive) and
-    ``above`` (exclusive; None: no such bound), ``optional`` (True if null is valid), and ``description``.
+    A description has ``key``, the current ``value``, ``type`` (integer or number), the lower bounds ``minimum``
+    (inclusive) and ``above`` (exclusive; None: no such bound), ``optional`` (True if null is valid), and
+    ``description``.
     """
     return [_range(config, key) for key in AMENDABLE if is_amendable(config, key) and _owner(config, key) is not None]
 

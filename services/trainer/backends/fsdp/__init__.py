@@ -1,1 +1,2 @@
-"""Backend `fsdp`: PyTorch FSDP2 over the decoder that sampler and trainer share."""
+"""Backend `fsdp`: shards models over the ranks with PyTorch FSDP2. Their forward pass is the decoder in
+``shared.models.decoder``, which Penstock's own engine runs too."""

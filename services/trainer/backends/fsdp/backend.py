@@ -321,7 +321,8 @@ class FSDPBackend:
         )
 
     def _stored(self) -> dict[str, dict[str, _Rows]]:
-        """Return this rank's live rows of all tensors that a checkpoint stores, by part of the checkpoint."""
+        """Return this rank's rows of each tensor that a checkpoint stores. The keys are the part of the checkpoint and
+        the name of the tensor. The rows are not copied: they are in the memory of the model or optimizer."""
         twin = {} if self._reference is None else self._parameters.of_twin(self._reference.model)
         return {
             "reference": _rows_of(twin, self._dtype),
@@ -368,7 +369,7 @@ def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str
 
 
 def _widen(model: PreTrainedModel, *, all_of_it: bool) -> None:
-    """Convert the parameters that the job ever trains to float32, and let them require gradients.
+    """Convert to float32 all parameters that the job trains at any time, and let them require gradients.
 
     ``all_of_it``: convert every parameter, because a warm start trains the base weights too; else only the adapter.
     """

@@ -136,8 +136,8 @@ class ShardedModel:
             _fsdp(unit).reshard()
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """Yield ``read(name)`` for each name; gathers one unit at a time. See ``Reader``. Never share a tensor with
-        numpy."""
+        """Yield ``read(name)`` for each name, and gather one FSDP unit at a time. See ``Reader``. The caller must not
+        turn a tensor into a numpy array, which would share memory that FSDP frees."""
         for unit, run in groupby(names, key=self._units.__getitem__):
             _fsdp(unit).unshard()
             try:

@@ -331,7 +331,8 @@ def _by_kind(optimizer: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _unscored_token() -> Microbatch:
-    """Return a microbatch of one unscored token, for a rank without a microbatch whose experts other ranks need."""
+    """Return a microbatch of one token without a score. A rank that has no microbatch of its own runs this one, so that
+    other ranks can use the experts of this rank."""
     none_M, zero_T = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     tokens = PackedTokens(
         token_ids_T=zero_T, position_ids_T=zero_T, cu_seqlens_S1=torch.tensor([0, 1]), lengths=(1,), max_seqlen=1

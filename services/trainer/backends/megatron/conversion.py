@@ -143,7 +143,8 @@ def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
 
 
 def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
-    """Return the contiguous run of ``whole``, or of each of its halves, that tensor-parallel rank ``rank`` holds.
+    """Return the part of ``whole`` that tensor-parallel rank ``rank`` holds: a contiguous run of rows or columns. If
+    ``whole`` stacks gate and up weights (``piece.halves``), the part has one run of each.
 
     ``size``: number of tensor-parallel ranks. The last ranks may hold less than the others.
     """
@@ -166,7 +167,8 @@ def joined(parts: Sequence[Tensor], piece: Piece) -> Tensor:
 
 
 def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
-    """Fuse one rank's parts of the pieces to its megatron-core parameter, [sum of n, ...]; padding rows are zero."""
+    """Join one rank's parts of Hugging Face tensors into the megatron-core parameter, [sum of n, ...] (n: rows of a
+    part). Row groups are interleaved, for example query, key and value of each query group. Padding rows are zero."""
     grouped = [torch.unflatten(part, 0, (parameter.groups, -1)) for part in parts]
     fused = torch.cat(grouped, 1).flatten(0, 1)
     missing = (parameter.padded_rows or len(fused)) - len(fused)

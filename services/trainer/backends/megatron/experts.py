@@ -1,5 +1,5 @@
-"""Mixture-of-experts layer of the megatron-core model: expert-parallel ranks hold whole experts, tensor-parallel ranks
-a slice of the width of each.
+"""Mixture-of-experts layer of the megatron-core model. The expert-parallel ranks share out the experts; the
+tensor-parallel ranks divide the width of each expert.
 
 megatron-core's own layer is built for grouped kernels and exchanges between GPUs. The layer in this module computes the
 same function as the layer of the sampler and of the other backends. Outputs of tensor-parallel ranks are partial sums,

@@ -203,7 +203,8 @@ class MegatronModel(nn.Module):
 
 
 def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
-    """Keep padding tokens in the input from adding gradient to their embedding row, as ``nn.Embedding`` does."""
+    """Prevent padding tokens of the input from adding gradient to their embedding row, as ``nn.Embedding`` with a
+    ``padding_idx`` does."""
     rank, ranks = groups.in_tensor()
 
     def without(module: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
@@ -216,7 +217,8 @@ def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
 
 
 def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> RealTokens:
-    """Return the routing of this context-parallel rank's tokens: ``run`` tokens from index ``start`` on."""
+    """Return the routing of this context-parallel rank's tokens. The rank holds ``run`` tokens, the first of which has
+    index ``start``."""
     number = max(0, min(run, num_tokens - start))
     replay = routes.replay_TNK
     return RealTokens(replace(routes, replay_TNK=None if replay is None else replay[start : start + number]), number)

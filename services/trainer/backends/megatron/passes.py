@@ -213,7 +213,8 @@ class Passes:
 
 
 def _detached_load(load: RouterLoad) -> RouterLoad:
-    """Return a copy of ``load`` without gradient: recomputation in the backward pass adds its counts to ``load``."""
+    """Return a copy of ``load`` as it is now, without gradient. If the backward pass recomputes layers, it adds their
+    counts to ``load`` a second time, but not to the copy."""
     now = RouterLoad()
     now.num_tokens, now.chosen, now.entropy = load.num_tokens, dict(load.chosen), dict(load.entropy)
     now.probs = {layer: probs_E.detach() for layer, probs_E in load.probs.items()}

@@ -112,7 +112,8 @@ class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
 
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return ``output``, a token count of 0 and None: the results of a loss function of megatron-core's schedule.
+    """Return ``(output, 0, None)``, the three results that megatron-core's schedule expects of a loss function: the
+    loss, the number of tokens to divide it by (0: do not divide), and values to log.
 
     The loss is not divided here, because its denominators count the whole batch.
     """

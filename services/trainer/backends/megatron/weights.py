@@ -71,8 +71,8 @@ def whole_shapes(own: Mapping[str, Tensor], mapping: Sequence[Parameter]) -> dic
 
 
 def _like(own: Mapping[str, Tensor]) -> Tensor:
-    """Return an arbitrary tensor of ``own``: all have the same type, and either all or none are scalars (step
-    counts)."""
+    """Return any tensor of ``own``, as a template for tensors that this rank does not hold. All tensors of ``own`` have
+    the same type, and either all or none of them are scalars (step counts)."""
     return next(iter(own.values()))
 
 
