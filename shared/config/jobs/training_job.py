@@ -166,7 +166,7 @@ class TrainingJob(StrictModel, ABC):
 
     @property
     def completions_per_group(self) -> int:
-        """Trajectories per draw, including the greedy trajectory if the algorithm uses one as baseline."""
+        """Number of completions in one group, including the greedy completion if the algorithm uses one as baseline."""
         return self.algorithm.group_size + self.algorithm.greedy_baseline
 
     @property
