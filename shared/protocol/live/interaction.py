@@ -235,7 +235,7 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, items: Iterable[tuple[int, Feedback]]) -> FeedbackIds:
         """Pack pairs ``(stream sequence number of the item's message, item)``. Leave out items whose id is not a
-        canonical UUID: no API accepts such ids, so nobody can post them again."""
+        canonical UUID: no API accepts such ids, so they cannot be posted again."""
         heads: dict[tuple[str, str, str], int] = {}
         rows = []
         for seq, item in items:
