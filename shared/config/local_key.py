@@ -1,5 +1,5 @@
-"""API key of a deployment started by ``penstock up``: a file in its data directory, which clients of the same user
-find.
+"""API key of a deployment started by ``penstock up``. The key is in a file in the deployment's data directory; clients
+that the same user runs find it there.
 
 ``~/.penstock/urls/HOST:PORT`` contains the data directory of the deployment that listens there. A client reads the key
 only while that deployment runs; otherwise it could send the key to another process that took over the port.

@@ -209,8 +209,8 @@ def check_engine(
 
 
 def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if a model's config.json shows that the embedded engine cannot decode the model. The engine
-    itself rejects models whose config.json does not show it (``shared/models/architecture.py``).
+    """Raise ConfigError if a model's config.json shows that the embedded engine cannot decode the model. Models that it
+    cannot decode for other reasons are rejected when the engine loads them (``shared/models/architecture.py``).
 
     Args:
         described: the config.json.
@@ -232,8 +232,8 @@ def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str)
 
 
 def longest_exact(described: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of tokens of a text for which a model's log-probs are exact; None if its config.json,
-    ``described``, names no maximum.
+    """Return the maximum length of a text, in tokens, up to which trainer and engine compute the same log-probs.
+    ``described`` is the model's parsed config.json. None: it gives no maximum.
 
     Rotary embeddings of type `longrope` change the angles of all tokens once a text exceeds a length, and those of type
     `dynamic` beyond ``max_position_embeddings``. The trainer reads whole texts, so beyond this length it would compute

@@ -89,8 +89,8 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
 
 
 def data_of(config: AnyTraining) -> DataSummary:
-    """Return the result of ``check_data`` for a training job. An embodied job has no rows; its held-out reset ids count
-    as one source."""
+    """Return the result of ``check_data`` for a training job. An embodied job, which trains in a simulator, has no
+    rows; its held-out episodes are summarized as one source."""
     if not isinstance(config, EmbodiedJob):
         return check_data(config.data)
     episodes = config.evaluation.episodes

@@ -77,7 +77,8 @@ def is_uploaded(path: str) -> bool:
 
 
 def place_of(path: str) -> Path:
-    """Return the path on this host that a job file names; for the id of an uploaded data set, the path of its rows."""
+    """Return the path on this host for ``path`` in a job file. If ``path`` is the id of an uploaded data set, return
+    the path of its rows."""
     return load_settings().data_dir / FILES / path / ROWS if is_uploaded(path) else Path(path)
 
 

@@ -93,8 +93,8 @@ class DataOrder:
         return self._source_P[order_P], row_P[order_P]
 
     def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row indices at ``steps``, positions in a source's order. After its last row a finite source starts
-        again, while an endless source gives further rows; with `shuffle`, each pass has another order."""
+        """Convert ``steps``, which are positions in the order of a source, to row indices. After its last row a finite
+        source starts again, while an endless source gives further rows; with `shuffle`, each pass has another order."""
         size = len(self._rows[source])
         passes, indices = np.divmod(steps, size)
         if self._shuffle:

@@ -56,6 +56,7 @@ def open_rows(source: Source, *, seed: int = 0) -> Rows:
 
 
 def check_rows(rows: Rows, use: Callable[[dict[str, Any], str], object], *, first: int | None = None) -> None:
-    """Call ``use(row, where)`` for every row, or for the ``first`` rows; ``use`` raises if it finds an error."""
+    """Call ``use(row, where)`` for every row; ``use`` raises if it finds an error. If the number ``first`` is given,
+    stop after that many rows."""
     for index in range(len(rows) if first is None else min(first, len(rows))):
         use(rows[index], rows.where(index))

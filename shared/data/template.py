@@ -64,6 +64,7 @@ class Template:
 
 
 def missing_field(place: str, name: str, row: dict[str, Any], where: str) -> str:
-    """Return an error message: the row lacks the field ``name``, which the configuration key ``where`` needs."""
+    """Return the error message for a row that lacks the field ``name``. ``where`` is the configuration key that needs
+    the field."""
     fields = ", ".join(sorted(row)) or "none"
     return f"{place}: the row has no field '{name}' that {where} needs; its fields: {fields}"

@@ -1,5 +1,5 @@
-"""Table of the modules of a Hugging Face model by their role in a decoder; the functional decoder iterates over this
-table."""
+"""Table of the modules of a Hugging Face model by their role in a decoder. The functional decoder (decoder.py) iterates
+over this table instead of calling the model's own forward."""
 
 from __future__ import annotations
 
@@ -183,7 +183,8 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return True if ``module`` is a linear layer that has no adapter, or one low-rank adapter without options."""
+    """Return True if ``module`` is a linear layer without an adapter, or with one LoRA adapter that is not merged and
+    no variant such as DoRA."""
     if not hasattr(module, "base_layer"):
         return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant

@@ -42,7 +42,8 @@ def building(seed: int | None = None) -> Iterator[None]:
 
 @asynccontextmanager
 async def building_apart() -> AsyncIterator[None]:
-    """Hold the lock while a coroutine awaits a build, without blocking the event loop.
+    """Hold the lock for a build that the body of the ``async with`` block awaits. Waiting for the lock does not block
+    the event loop.
 
     Inside, ``building`` does not wait in the coroutine itself, in its tasks and in threads of ``asyncio.to_thread``.
     """
@@ -56,8 +57,8 @@ async def building_apart() -> AsyncIterator[None]:
 
 
 def _is_held_here() -> bool:
-    """Return True if the caller's context belongs to a build that holds the lock now; a context that outlived its build
-    does not."""
+    """Return True if the calling coroutine or thread belongs to the build that holds the lock now. Return False if it
+    was started by a build that has ended."""
     return any(_owner.get() is owner for owner in list(_building))
 
 

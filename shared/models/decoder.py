@@ -143,8 +143,8 @@ def selected_logprobs(
 def selected_logits(
     model: PreTrainedModel, tokens: PackedTokens, select_M: Tensor, routes: Routes | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Run one forward pass; return a function that computes the logits [n, V] at n of the positions ``select_M``, given
-    their indices in ``select_M``.
+    """Run one forward pass. Return a function that takes n indices into ``select_M`` and computes the logits [n, V] at
+    these positions.
 
     Logits exist only during the call of that function: callers with many positions process them in chunks.
     """
@@ -183,6 +183,6 @@ def _padded_forward(module: torch.nn.Module, tokens: PackedTokens) -> Any:
 
 
 def _places(tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-    """Return the sequence number of each flat token, and its position in the sequence."""
+    """Return, for each flat token, the index of the packed sequence that has the token, and its position there."""
     sequences = torch.arange(len(tokens.lengths), device=tokens.token_ids_T.device)
     return torch.repeat_interleave(sequences, tokens.cu_seqlens_S1.diff()), tokens.position_ids_T

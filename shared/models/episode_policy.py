@@ -52,8 +52,8 @@ class Decision(NamedTuple):
 
 
 class Evaluation(NamedTuple):
-    """Log-probs of given actions, and the entropy of each decision, summed over its action components, both in nats and
-    differentiable."""
+    """Log-probs of given actions, one per action component, and the entropy of each decision, a sum over its action
+    components. Both are in nats and differentiable."""
 
     logprobs_NCA: Tensor
     entropy_N: Tensor

@@ -170,7 +170,7 @@ def _load(path: str, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _load_adapted(path: str, dtype: torch.dtype, args: dict[str, bool]) -> PreTrainedModel:
-    """Load a directory with an adapter: the base model, with the adapter added to its weights."""
+    """Load the base model of a directory with an adapter, and merge the adapter into the model's weights."""
     if importlib.util.find_spec("peft") is None:  # without peft, transformers would ignore the adapter silently
         raise ConfigError(f"model.path '{path}' holds an adapter and needs the package 'peft': install penstock[lora]")
     with building():

@@ -83,7 +83,7 @@ def base_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield ``(name, weight)`` of each base parameter with its adapter merged, in the order of ``base_parameters``. The
-    model is not modified: adding and subtracting would drift."""
+    model is not modified: merging in place and unmerging would accumulate rounding errors."""
     for name, _ in model.named_parameters():
         if not is_adapter(name):
             yield stored_name(name), merged_weight(model, name)

@@ -120,8 +120,8 @@ def raw(job: str) -> str:
 
 
 def partial(job: str, key: str, place: int) -> str:
-    """Return the subject of the unfinished completion with index ``place`` in the group of the ticket ``key``. The
-    stream keeps only the newest message of the subject."""
+    """Return the subject of one unfinished completion. ``key`` names the ticket, and ``place`` is the index of the
+    completion in the ticket's group. The stream keeps only the newest message of the subject."""
     return f"partial.{job}.{token(key)}.{place}"
 
 
@@ -192,7 +192,8 @@ def interactions(job: str) -> str:
 
 
 def feedback(job: str) -> str:
-    """Return the subject of the feedback of a job; each message has the items of one group commit."""
+    """Return the subject of the feedback of a job; each message has the items that were stored together in one
+    write."""
     return f"feedback.{job}"
 
 
@@ -228,7 +229,7 @@ def inference_claims(gateway: str) -> str:
 
 
 def reading(job: str) -> str:
-    """Return the subject of requests to tokenize texts and to score tokens, to any rollout worker of a job
+    """Return the subject of requests for tokenization and for log-probs, which any rollout worker of the job answers
     (request/reply)."""
     return f"reading.{job}"
 
@@ -249,8 +250,8 @@ def heartbeat(service: str, worker: str) -> str:
 
 
 def base_manifest(job: str) -> str:
-    """Return the key in MANIFESTS of the base weights that a job's adapters extend, for workers whose engine holds
-    other base weights."""
+    """Return the key in MANIFESTS of the base weights that a job's adapters extend. A rollout worker loads them if its
+    engine was started with different base weights."""
     return f"{job}.base"
 
 
@@ -277,8 +278,8 @@ def report(job: str) -> str:
 
 
 def lost_weights(job: str) -> str:
-    """Return the subject of requests to the trainer to publish a version again, from rollout workers that cannot open
-    it (request/reply)."""
+    """Return the subject of notices from rollout workers that cannot open a version. The trainer then publishes the
+    version again (request/reply)."""
     return f"lost_weights.{job}"
 
 
@@ -325,8 +326,8 @@ ROLLOUT_TRY = "rollout.try"
 
 
 def env(session: str) -> str:
-    """Return the subject of requests to the process that holds a session of simulators or episodes, to step them
-    (request/reply)."""
+    """Return the subject of requests to the env worker that holds a session: to reset and step its simulators, or to
+    continue an episode whose state it holds (request/reply)."""
     return f"env.session.{token(session)}"
 
 

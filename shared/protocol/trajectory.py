@@ -223,7 +223,8 @@ class Group:
             )
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """Return the header for the gate; ``digest`` and ``nbytes`` describe the encoded group."""
+        """Return the header that the coordinator's gate checks before it admits the group to a batch. ``digest`` and
+        ``nbytes`` describe the encoded group."""
         versions = self.spans[:, 1]
         finite = bool(np.isfinite(self.logprobs).all() and np.isfinite(self.rewards).all())
         return GroupHeader(

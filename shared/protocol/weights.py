@@ -1,4 +1,5 @@
-"""Weight manifests, which trainers announce and receivers stage: opaque references, sizes and digests; no pickle."""
+"""Weight manifests. A trainer announces one for each version; receivers load the version that it describes. A manifest
+contains opaque references, sizes and digests, and no pickle."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def _sync(folder: Path) -> None:
 
 
 def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
-    """Return the archived segment that the headers of a ledger entry name; None if they name none."""
+    """Return the archived segment to which the headers of a ledger entry refer; None if they refer to none."""
     text = headers.get(ARCHIVED)
     if text is None:
         return None
@@ -148,13 +148,14 @@ def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
 
 
 def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
-    """Return the newest segment that the headers of ledger entries name; None if they name no segment."""
+    """Return the newest segment to which the headers of ledger entries refer; None if they refer to none."""
     found = (segment_of(message.headers, job) for message in messages)
     return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
 
 
 def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | None) -> tuple[Segment, bytes]:
-    """Build the segment that follows ``before`` from at least one entry; return the segment and its bytes."""
+    """Build a segment from ``entries`` (at least one); return the segment and its bytes. ``before`` is the preceding
+    segment; None: this is the first one."""
     header = {"job": job, "number": before.number + 1 if before else 1, "before": before.name if before else ""}
     records = (_RECORD.pack(entry.seq, len(entry.data)) + entry.data for entry in entries)
     data = b"".join([MAGIC, msgspec.json.encode(header), b"\n", *records])
@@ -180,7 +181,7 @@ def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]
 
 
 def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
-    """Return the segment before ``segment``, as the header of ``segment`` names it; None for the first segment."""
+    """Return the preceding segment, to which the header of ``segment`` refers; None for the first segment."""
     header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
     before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
     if header["job"] != job or (before.number if before else 0) != segment.number - 1:

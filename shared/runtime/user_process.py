@@ -186,8 +186,8 @@ class Attempts:
 
 
 def serve_trial(service: str, try_out: Callable[[TrialRequest, Attempts], None]) -> NoReturn:
-    """Run one trial in this process, then exit. A module that ``run_trial`` starts calls this function from its
-    ``main``; ``service`` is the name of the service that started it."""
+    """Run one trial in this process, then exit. ``run_trial`` starts this process with a module whose ``main`` calls
+    this function. ``service``: name of the service that called ``run_trial``."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent, service)

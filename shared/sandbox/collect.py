@@ -40,7 +40,8 @@ class Outcome:
 def collect(
     channel: socket.socket, out: int, results: int, *, nonce: str, limit_s: float, output_bytes: int
 ) -> Outcome:
-    """Collect a run's output until the warden has reported the run's end; return the outcome.
+    """Collect a run's output until the run's end is reported; return the outcome. The report comes from the warden, the
+    process that starts and ends runs.
 
     The time limit counts from the moment at which the run is contained.
 
@@ -117,7 +118,8 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """Return the values of steps in a run's report; lines without the nonce, which the program wrote, are ignored."""
+    """Return the values of steps in a run's report. Lines without the nonce are ignored, because the program wrote
+    them."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -144,7 +144,8 @@ class _Peer:
         return self._encode_like(value)
 
     def _encode_like(self, value: Any) -> Any:
-        """Encode, by value and without their class: containers, and instances of subclasses of numbers and text."""
+        """Encode containers, and instances of subclasses of numbers and text, by value; their class is lost. Encode
+        other objects with ``encode_object``."""
         found: Any = None
         if isinstance(value, str):
             return str.__str__(value)
@@ -401,8 +402,8 @@ def _replace(target: Any, new: Any) -> None:
 
 
 class RemoteNames(dict[str, Any]):
-    """Namespace of test statements, which looks up unknown names in the program. Python's builtins take precedence
-    over names of the program, except names in ``own``.
+    """Namespace of test statements, which looks up unknown names in the program. A builtin of Python takes precedence
+    over a name of the program, unless the name is in ``own``.
 
     ``read`` and ``write`` are the pipes; reads and writes of the statements by these numbers have no effect.
     """

@@ -125,7 +125,8 @@ class Limits(Protocol):
 
     @property
     def max_processes(self) -> int:
-        """Maximum number of processes and threads together; 1: a single process, which may start threads."""
+        """Maximum number of processes and threads together. 1: no further process; threads have a separate, fixed
+        limit."""
         ...
 
     @property
@@ -190,8 +191,8 @@ class Sandbox:
             return self._finish(job, out, results, limit_s)
 
     def judge(self, program: Job, judge: Sandbox, steps: Job, limit_s: float) -> Outcome:
-        """Execute ``program`` in this sandbox and the tests ``steps`` in the sandbox ``judge``; the tests call
-        functions of the program.
+        """Execute a program in this sandbox, and tests that call its functions in another sandbox. ``program`` is the
+        program, ``steps`` are the tests, and ``judge`` is the sandbox of the tests.
 
         The sandboxes share only two pipes. The outcome returned is the outcome of the steps.
 
@@ -305,7 +306,8 @@ class Sandbox:
 
 
 def _pipe(files: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the reading and the writing end of a new pipe. ``files`` closes both if the caller has not."""
+    """Return the reading and the writing end of a new pipe. When ``files`` ends, it closes the ends that the caller has
+    not closed."""
     read, write = os.pipe()
     return files.enter_context(os.fdopen(read, "rb", 0)), files.enter_context(os.fdopen(write, "wb", 0))
 
@@ -331,6 +333,6 @@ def _sealed(text: str) -> Iterator[int]:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the directories among ``paths``, sorted, without symbolic links and subdirectories of other paths."""
+    """Return the directories among ``paths``, sorted. Leave out symbolic links, and directories inside another one."""
     found = {path for path in paths if Path(path).is_dir() and not Path(path).is_symlink()}
     return sorted(path for path in found if not any(Path(path).is_relative_to(o) for o in found - {path}))

@@ -85,8 +85,9 @@ then use clone and openat."""
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Rule that denies the system call ``call`` with ``error`` if ``test`` holds for its argument number ``argument``
-    (from 0): the argument has any or none of the bits of ``value``, equals ``value``, or differs from it."""
+    """Rule that makes the system call ``call`` fail with ``error`` if its argument number ``argument`` (from 0) passes
+    a ``test``. `any` and `none`: the argument has any or none of the bits of ``value``; `equal` and `differs`: it
+    equals ``value`` or differs from it."""
 
     call: tuple[int, int | None]
     argument: int

@@ -36,7 +36,8 @@ _INNER_USER = 1000
 
 
 def enter_namespaces(readable: list[str]) -> None:
-    """Leave the host's namespaces; only ``readable`` directories stay visible, read-only. The next child is process 1.
+    """Leave the host's namespaces. Of the host's directories, only those in ``readable`` stay visible, and they are
+    read-only. The next child is process 1.
 
     Without the rights of root, the process also enters a new user namespace, if the kernel allows that.
 

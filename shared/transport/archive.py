@@ -1,4 +1,5 @@
-"""Backup of whole streams as bytes: JetStream's own snapshots, which preserve sequences, headers and times."""
+"""Backup of whole streams as bytes: JetStream's own snapshots, which preserve stream sequence numbers, headers and
+times."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class StreamImage(msgspec.Struct, frozen=True):
 
 
 class _Parts:
-    """Receiver of a stream snapshot's parts. ``save_stream`` acknowledges a part after its caller has taken it."""
+    """Receiver of a stream snapshot's parts. ``save_stream`` yields them, and acknowledges a part to the server once
+    the caller asks for the next one."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Raw] = asyncio.Queue()  # bounded by the server, which waits for acknowledgements
@@ -80,7 +82,7 @@ async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[Str
 
 
 async def load_stream(connection: Connection, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
-    """Restore a stream that does not exist yet from the parts of an image; return its new state.
+    """Restore a stream from an image and its parts; return the new state. The stream must not exist yet.
 
     The restored stream has one replica, because the new bus may be a single server. Services raise the number when
     they start.

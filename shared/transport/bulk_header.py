@@ -25,7 +25,8 @@ _TAKEN_OFFSET = 24
 
 
 class BulkHeader(msgspec.Struct, frozen=True):
-    """Header of a segment that holds ``nbytes`` bytes. ``generation`` numbers its contents (0: no content yet).
+    """Header of a segment that holds ``nbytes`` bytes. ``generation`` counts the contents that the segment has had so
+    far (0: no content yet).
 
     With ``single_use`` the store may reuse the segment once ``taken`` equals ``generation`` and no process holds a
     lock. A consumer sets ``taken`` when it locks the content.

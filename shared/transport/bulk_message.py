@@ -80,7 +80,7 @@ class FrameMail:
         return Sent(pack(BulkFrame(claim=claim), job=job), self._store, claim)
 
     def open(self, data: bytes) -> Blob:
-        """Open the frame of a message; its arrays are valid until the blob is released.
+        """Return the frame of a message as a blob. Arrays in the frame are valid until the blob is released.
 
         Raises:
             NotFound: the sender released or lost the frame.

@@ -1,4 +1,4 @@
-"""Segments: files on tmpfs that processes of one host map, guarded by kernel locks.
+"""Segments: files on tmpfs, guarded by kernel locks, that several processes of one host map into their memory.
 
 A lock is an ``flock`` of an open file: the kernel releases it when its holder unlocks, closes or dies, and never
 otherwise; a stopped process keeps it. So a segment whose exclusive lock can be taken has no reader, independent of any

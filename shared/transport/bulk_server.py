@@ -105,8 +105,8 @@ class BlobServer:
         self._thread.start()
 
     def token(self, name: str, generation: int) -> str:
-        """Return the token, in hex, that a peer needs to pull this blob. All names that differ only after a ``?`` have
-        the same token."""
+        """Return the token, in hex, that a peer needs to pull the blob ``name``. The part of ``name`` after a ``?``
+        does not change the token."""
         return _mac(self._secret, generation.to_bytes(8, "little"), name.partition("?")[0].encode()).hex()
 
     def close(self) -> None:
@@ -317,8 +317,8 @@ def _receive_blob(
 
 @contextlib.contextmanager
 def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], None]]:
-    """Yield ``submit(call, start)``, which runs ``call(start)``. For blobs above ``_BESIDE`` bytes it runs in a second
-    thread, otherwise at once.
+    """Yield a function ``submit(call, start)``, which executes ``call(start)``: in a second thread for blobs above
+    ``_BESIDE`` bytes, otherwise at once. ``start`` is an offset in the blob.
 
     The thread makes the calls in order. Unless the ``with`` block fails, its end waits for the last call. If a call in
     the thread fails, a later ``submit`` or the end of the block raises its error.

@@ -72,7 +72,8 @@ class ConsumerState:
     """State of a durable consumer: ``pending`` messages are not delivered yet, ``ack_pending`` are delivered but not
     acknowledged, ``redelivered`` were delivered more than once.
 
-    ``delivered_seq`` is the highest sequence ever delivered; ``max_deliver`` and ``ack_wait_s`` are settings.
+    ``delivered_seq`` is the highest stream sequence number ever delivered; ``max_deliver`` and ``ack_wait_s`` are
+    settings.
     """
 
     pending: int
@@ -227,12 +228,12 @@ class Bus:
         expect_last_subject_seq: int | None = None,
         deadline_s: float = 5.0,
     ) -> int:
-        """Store a message durably; return its sequence after the server's acknowledgement.
+        """Store a message durably; return its stream sequence number after the server's acknowledgement.
 
         Retries with the same message id until the deadline, so the message is stored once however often it was sent (on
-        a work queue: unless it was consumed before a server restart). With ``expect_last_subject_seq`` the
-        server stores the message only if this is the newest sequence on the subject (0: none yet). A rejection counts
-        as success if its cause is that an earlier attempt of the same call was stored.
+        a work queue: unless it was consumed before a server restart). With ``expect_last_subject_seq`` the server
+        stores the message only if this is the newest stream sequence number on the subject (0: none yet). A rejection
+        counts as success if its cause is that an earlier attempt of the same call was stored.
 
         Raises:
             StreamFull: the stream's byte budget is used up.
@@ -250,7 +251,7 @@ class Bus:
         )
 
     async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> list[int]:
-        """Store messages of one stream atomically (one batch of up to 1000); return their sequences.
+        """Store messages of one stream atomically (one batch of up to 1000); return their stream sequence numbers.
 
         If that is impossible (more messages, a server before 2.12.1), they are published singly and concurrently. Then
         a failed call may have stored only some of them; repeat it with the same ids to store the others.
@@ -277,7 +278,7 @@ class Bus:
         return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only)
 
     def scan(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
-        """Return a reader like that of ``follow``, which stops at the current end of the stream."""
+        """Return a reader as ``follow`` does, but one that stops at the current end of the stream."""
         return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only, follow=False)
 
     async def read(
@@ -293,8 +294,8 @@ class Bus:
         return found
 
     async def walk(self, stream: str, subject: str, *, last_seq: int) -> list[Message]:
-        """Return the messages of ``subject`` up to sequence ``last_seq``. Requests them one by one, because a work
-        queue allows no second consumer of a subject."""
+        """Return the messages of ``subject`` up to stream sequence number ``last_seq``. Request them one by one,
+        because a work queue allows no second consumer of a subject."""
         found: list[Message] = []
         seq = 1
         while (message := await reading.first_at_or_after(self._connection, stream, subject, seq)) is not None:
@@ -309,19 +310,20 @@ class Bus:
         return await reading.last(self._connection, stream, subject)
 
     async def get(self, stream: str, seq: int, *, deadline_s: float = 5.0) -> Message:
-        """Return the message with sequence ``seq``. Raises NotFound only if the stream's leader does not have it."""
+        """Return the message with stream sequence number ``seq``. Raises NotFound only if the stream's leader does not
+        have it."""
         return await reading.get(self._connection, stream, seq, deadline_s=deadline_s)
 
     async def get_many(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
-        """Fetch messages by sequence, concurrently. The result lacks the messages that the stream's leader does not
-        have."""
+        """Fetch messages by stream sequence number, concurrently. The result lacks the messages that the stream's
+        leader does not have."""
         return await reading.get_many(self._connection, stream, seqs, deadline_s=deadline_s)
 
     async def get_whole(
         self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
     ) -> dict[int, Message]:
-        """Fetch payloads by the sequence of their first message, and join their parts. The result lacks incomplete
-        payloads.
+        """Fetch payloads by the stream sequence number of their first message, and join their parts. The result lacks
+        incomplete payloads.
 
         With ``direct`` any replica answers, else the stream's leader. ``direct`` needs a permission that not every
         service has.
@@ -379,8 +381,8 @@ class Bus:
                 raise
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
-        """Delete the messages of ``subject``, including all parts of large payloads, with sequences below ``below_seq``
-        (None: all); return the number of deleted messages."""
+        """Delete the messages of ``subject``, including all parts of large payloads, with stream sequence numbers below
+        ``below_seq`` (None: all); return the number of deleted messages."""
         if below_seq is not None and below_seq <= 1:  # the server treats sequence 0 as no limit
             return 0
         purged = 0

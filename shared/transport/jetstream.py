@@ -165,7 +165,8 @@ async def create_consumer(
 
 
 def ended_well(status: str, description: str) -> bool:
-    """Return True if a pull request ended regularly: no message (404), expired (408), or its limit is reached (409).
+    """Return True if a pull request ended normally: no message was available (404), it expired (408), or its maximum
+    number of messages or bytes was reached (409).
 
     Any other status (deleted, moved, shut down, no responders) means that the consumer may not exist any more.
     """

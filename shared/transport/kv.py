@@ -51,7 +51,7 @@ class KeyValue:
         return entry if entry is not None and entry.value is not None else None
 
     async def create(self, key: str, value: bytes, *, keep_s: float | None = None, deadline_s: float = 5.0) -> int:
-        """Store a value if the key has no value, or was deleted; return the revision of the value.
+        """Store a value if the key was never set or was deleted; return the revision of the value.
 
         Args:
             keep_s: time after which the entry expires; only in buckets whose entries expire.
@@ -132,7 +132,8 @@ class KeyValue:
         return sorted(entry.key for entry in await self._read(prefix, headers_only=True) if entry.value is not None)
 
     async def changes(self, *, after: int) -> AsyncGenerator[Entry]:
-        """Yield the newest change of each key past revision ``after``, including deletions, up to the current end."""
+        """Yield the newest change of each key, a value or a deletion, if its revision is above ``after``. End at the
+        newest change that exists now."""
         reader = self.reader(self.subjects("")[0], follow=False, start_seq=after + 1 if after else None)
         async with contextlib.aclosing(reader):
             async for message in reader:
@@ -160,7 +161,8 @@ class KeyValue:
         return [self._prefix + self._checked(prefix), f"{self._prefix}{prefix}.>"]
 
     def reader(self, subject: str, *, headers_only: bool = False, follow: bool, start_seq: int | None = None) -> Reader:
-        """Return a reader of this bucket's stream from ``start_seq`` on; None: from the newest value of each key on."""
+        """Return a reader of this bucket's stream, from stream sequence number ``start_seq`` on. None: first the newest
+        entry of each key, then all later changes."""
         return Reader(
             self._connection,
             self._stream,
@@ -172,7 +174,7 @@ class KeyValue:
         )
 
     async def end(self) -> int:
-        """Return the sequence of the bucket's newest change."""
+        """Return the stream sequence number of the bucket's newest change."""
         info = await call(
             self._connection, f"STREAM.INFO.{self._stream}", deadline_s=5.0, what=f"state of bucket '{self.bucket}'"
         )

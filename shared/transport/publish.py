@@ -109,12 +109,13 @@ class Publisher:
     async def _publish_batch(
         self, messages: list[Outgoing], deadline_s: float, *, parts: bool = False
     ) -> list[int] | None:
-        """Publish one atomic batch; return its sequences, or None if the caller must publish the messages one by one.
+        """Publish one atomic batch and return its stream sequence numbers. Return None if the caller must publish the
+        messages one by one.
 
-        None means that the stream does not allow batches, or that it has stored a message id before. In the second
-        case an earlier attempt was stored as a whole, and publishing the messages one by one returns their sequences.
-        With ``parts`` the messages are parts of payloads, which are never published one by one: then a stream without
-        batches is an error, and None means that all parts are stored.
+        None means that the stream does not allow batches, or that it has stored a message id before. In the second case
+        an earlier attempt was stored as a whole, and publishing the messages one by one returns their stream sequence
+        numbers. With ``parts`` the messages are parts of payloads, which are never published one by one: then a stream
+        without batches is an error, and None means that all parts are stored.
         """
         attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
         more_s = sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S
@@ -165,10 +166,11 @@ class Publisher:
         return answer
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
-        """Handle a conflict at a publish: return the sequence of the message if an earlier attempt stored it, otherwise
-        raise Conflict.
+        """Handle the server's refusal of a message because the subject is no longer at the sequence number
+        ``expected``. If an earlier attempt stored this message, return its stream sequence number; otherwise raise
+        Conflict.
 
-        The server compares the expected sequence before it looks for repeated message ids.
+        The server compares the expected sequence number before it looks for repeated message ids.
         """
         message = await first_at_or_after(self._connection, str(error.args[1]), subject, expected + 1)
         if message is not None and message.headers.get(MSG_ID) == msg_id:

@@ -1,4 +1,5 @@
-"""Work queues with acknowledgements: short-lived pull requests, so that a lost request never blocks."""
+"""Work queues with acknowledgements. Pull requests expire after a second and are repeated, so that a lost request
+delays a worker only briefly."""
 
 from __future__ import annotations
 
@@ -129,7 +130,8 @@ class Puller:
         return [self._buffer.popleft() for _ in range(min(n, len(self._buffer)))]
 
     async def close(self) -> None:
-        """Stop pulling. Deliveries that were not fetched return to the queue at once; the durable consumer stays."""
+        """Stop pulling. Deliveries that arrived, but that ``fetch`` did not return, go back to the queue at once. The
+        durable consumer stays."""
         self._connection.inboxes.detach(self._watch)
         inbox, self._inbox = self._inbox, None
         if inbox is None:

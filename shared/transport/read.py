@@ -1,4 +1,4 @@
-"""Reading of stored messages by sequence: direct get, which needs no consumer."""
+"""Reading of stored messages by stream sequence number: direct get, which needs no consumer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ WINDOW = 64
 async def get(
     connection: Connection, stream: str, seq: int, *, deadline_s: float = 5.0, direct: bool = True
 ) -> Message:
-    """Return the message with sequence ``seq``, from any replica that has it; if not ``direct``, only from the leader.
+    """Return the message with stream sequence number ``seq``, from any replica that has it; if not ``direct``, only
+    from the leader.
 
     Raises:
         NotFound: the leader of the stream does not have it (a lagging replica is not trusted).
@@ -39,7 +40,8 @@ async def get(
 async def get_many(
     connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
-    """Fetch the messages with these sequences concurrently. The result lacks messages that do not exist."""
+    """Fetch the messages with these stream sequence numbers concurrently. The result lacks messages that do not
+    exist."""
     window = asyncio.Semaphore(WINDOW)
 
     async def one(seq: int) -> Message | None:
@@ -57,8 +59,8 @@ async def get_many(
 async def get_whole(
     connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
-    """Fetch the payloads whose first parts have these sequences, and join their parts. The result lacks incomplete
-    payloads."""
+    """Fetch the payloads whose first parts have these stream sequence numbers, and join their parts. The result lacks
+    incomplete payloads."""
     found = await get_many(connection, stream, seqs, deadline_s=deadline_s, direct=direct)
     begun = list(found.values())
     more = [message.seq + place for message in begun for place in range(1, count_of(message.headers))]
@@ -77,7 +79,8 @@ async def last(connection: Connection, stream: str, subject: str, *, deadline_s:
 async def first_at_or_after(
     connection: Connection, stream: str, subject: str, seq: int, *, deadline_s: float = 5.0
 ) -> Message | None:
-    """Return the oldest message on ``subject`` with a sequence of at least ``seq`` from the leader, or None."""
+    """Ask the stream's leader for the oldest message on ``subject`` with a stream sequence number of at least ``seq``.
+    Return None if there is none."""
     try:
         return await _from_leader(connection, stream, {"seq": seq, "next_by_subj": subject}, deadline_s)
     except NotFound:

@@ -1,4 +1,5 @@
-"""Request handlers: each request in its own task, bounded, with errors returned by class name."""
+"""Request handlers. A server handles each request in its own task, up to a maximum number at once. A reply to a failed
+request carries the class name of the error."""
 
 from __future__ import annotations
 

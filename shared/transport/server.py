@@ -95,7 +95,8 @@ class _Process:
         return self._starting and self.running
 
     def start(self, *, silence_s: float = SILENCE_S) -> None:
-        """Start the process and wait until clients can connect. Blocks: about 20 ms, or as long as the store needs.
+        """Start the process and wait until clients can connect. Blocks for about 20 ms, or for as long as the server
+        needs to open its stored data.
 
         Opening a large store may take long: this call waits while the process is alive and makes progress, and reports
         the progress to ``report``. ``stop`` and ``kill``, from another thread, end the wait.
@@ -277,7 +278,8 @@ class NatsServer(_Process):
         return f"{'tls' if self._tls else 'nats'}://{self.host}:{self.port}"
 
     def url_of(self, role: str) -> str:
-        """Return the address for clients of a role, with the role's password; ``url`` if the server has no users."""
+        """Return the address with the name and password of the NATS user ``role`` (one per service); ``url`` if the
+        server has no users."""
         return self.url.replace("://", f"://{role}:{self._passwords[role]}@") if self._passwords else self.url
 
     @property

@@ -188,7 +188,7 @@ async def _changed(connection: Connection, config: dict[str, Any], deadline_s: f
 
 
 def _absent(value: object) -> object:
-    """Return the zero value of the type of ``value``, which a field has if the server omits it."""
+    """Return the value of a field that the server omits: the zero value of the type of ``value``."""
     return type(value)()
 
 

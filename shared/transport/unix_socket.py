@@ -41,7 +41,8 @@ class UnixServer:
         self._closing = False
 
     async def start(self) -> None:
-        """Accept connections. Raises OSError if there is no room for the socket."""
+        """Accept connections. Raises OSError if the socket cannot be opened, for example without a free file
+        descriptor."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             listening.bind(f"\0{self.address}")

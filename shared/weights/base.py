@@ -20,7 +20,8 @@ __all__ = ["Staged", "Way", "WeightPublisher", "WeightReceiver"]
 
 
 class Way(msgspec.Struct, frozen=True):
-    """Transport by which a version reached a process, and the bytes that this process itself received over a network.
+    """Transport by which a version reached a process, and the number of bytes that this process itself received over a
+    network.
 
     If processes of a host share a fetched version, ``fetched_bytes`` is 0 in all of them but the one that fetched it.
     """
@@ -38,7 +39,7 @@ class Staged(Protocol):
 
     @property
     def way(self) -> Way:
-        """Transport and transferred bytes."""
+        """Transport and number of transferred bytes."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return views of the staged bytes, by name, without a copy. Invalid after ``release``."""

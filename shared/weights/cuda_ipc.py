@@ -135,7 +135,8 @@ class CudaIpcPublisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Fill a free slot in GPU memory, and let ``host`` publish the content, too; see ``WeightPublisher``.
+        """Fill a free slot in GPU memory, and publish the same content through the host-memory publisher ``host``; see
+        ``WeightPublisher``.
 
         The manifest has no reference to the device if the device has no room, if receivers hold all of its slots, or if
         it fails to compute the digest. Raises WeightsError after ``close``.
@@ -194,8 +195,8 @@ class CudaIpcPublisher:
             return ""
 
     def _free_slot(self, epoch: int) -> Segment | None:
-        """Return a locked slot with GPU memory. None: receivers hold all slots, or there is no room for another slot or
-        its memory."""
+        """Return a locked slot with GPU memory. None: receivers hold all slots, or there is no room for another slot
+        file or for its GPU memory."""
         try:
             slot = self._pool.acquire(epoch=epoch, timeout_s=ROOM_S)
         except (DeadlineError, Unavailable) as error:
@@ -256,8 +257,8 @@ class DeviceStaged:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Mapped memory of one publisher, by CUDA handle, and the lock that prevents the publisher from freeing this
-    memory."""
+    """Memory of one publisher that is mapped here, with the CUDA handle as the key of each buffer, and the lock that
+    prevents the publisher from freeing this memory."""
 
     owner: str
     lock: LockedFile
@@ -324,8 +325,8 @@ class CudaIpcReceiver:
                 slot.close()
 
     def prune(self, manifest: WeightManifest) -> None:
-        """Unmap the memory of publishers that ended, and of earlier publishers of the manifest's job, which the
-        manifest does not name.
+        """Unmap the memory of publishers that ended. Of the publishers of the manifest's job, keep only those that the
+        manifest names.
 
         Call it before any transport stages ``manifest``. Unmapped memory can hold no later version, and a living
         publisher frees its memory only once no receiver maps it.

@@ -103,8 +103,8 @@ class DiskPublisher:
         self._pool.clear()
 
     def _remove_unfinished(self, epoch: int) -> None:
-        """Remove the unfinished files of trainers with an epoch up to ``epoch``. A trainer with a higher epoch may
-        still be writing."""
+        """Remove the unfinished files of trainers whose leadership epoch is at most ``epoch``. A trainer with a higher
+        epoch may still be writing."""
         for path in self._directory.glob("[0-9]" * _EPOCH_DIGITS + "-*.tmp"):
             if path.name[:_EPOCH_DIGITS] <= f"{epoch:0{_EPOCH_DIGITS}d}":
                 path.unlink(missing_ok=True)
@@ -244,8 +244,8 @@ def _file_bytes(layout: Layout, metadata: dict[str, str]) -> int:
 
 
 def _reason(error: OSError, directory: Path, nbytes: int) -> str:
-    """Return the text for an error while a file of ``nbytes`` bytes was written; if there was no room, with the number
-    of free bytes."""
+    """Describe an error in writing a file of ``nbytes`` bytes. If the disk was full, the text has the number of free
+    bytes."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return str(error)
     free = ""

@@ -35,14 +35,15 @@ Piece = tuple[NDArray[np.uint8], Tensor]
 
 
 class CopyEvent(Protocol):
-    """Mark between two pieces of work of a stream."""
+    """A point in a stream's queue of work, such as a CUDA event."""
 
     def synchronize(self) -> None:
         """Wait until all work that was queued before this event is done."""
 
 
 class CopyStream(Protocol):
-    """Stream of one device. Queued work is done in order, at any time until an event behind it was waited for.
+    """Stream of one device. The device does queued work in order and asynchronously. Work is certainly done only once
+    the host has waited for an event that was recorded after it.
 
     Methods may raise RuntimeError: the driver's errors, and lack of memory.
     """
@@ -55,19 +56,19 @@ class CopyStream(Protocol):
         """Return page-locked memory of the host, uint8 [nbytes]."""
 
     def empty(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Return memory on the device, uint8 [size] for each size. Copies that are queued later may write to it, even
-        if work on other streams still reads what was there before."""
+        """Return new memory on the device, uint8 [size] for each size. The caller may queue copies to it at once: they
+        wait until work that still reads earlier contents of this memory is done."""
 
     def copy(self, source: Tensor, target: Tensor, total: Tensor) -> None:
         """Queue a copy of ``source`` (page-locked) to ``target``, both uint8 [n × 8], and then the sum of the 64-bit
         words of ``target``, modulo 2^64, into ``total``, int64 []."""
 
     def record(self) -> CopyEvent:
-        """Return an event behind all work that was queued so far."""
+        """Return an event after all work that was queued so far."""
 
 
 class CudaCopyStream:
-    """Stream of a CUDA device, beside the default stream, on which all threads of an engine compute."""
+    """A separate stream of a CUDA device for copies. All threads of an engine compute on the default stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -108,7 +109,8 @@ class PinnedCopies:
         """Held while the buffers are in use."""
 
     def copy(self, tensors: Mapping[str, Tensor], wanted: Callable[[], bool] = lambda: True) -> dict[str, Tensor]:
-        """Return copies of tensors in host memory, on the device. Blocks until they are complete and proved.
+        """Copy tensors from host memory to the device. Blocks until the copies are complete and their checksums are
+        verified.
 
         The host sums the words of each piece in the buffer, the device those that arrived; the sums must be equal.
         The tensors are not read any more once this returns or raises.
@@ -150,8 +152,8 @@ class PinnedCopies:
         }
 
     def _send(self, fills: Sequence[Sequence[Piece]], arrived: Tensor, wanted: Callable[[], bool]) -> list[int]:
-        """Queue the copies of all pieces, ``fills`` in turn through the two buffers, and of the sums of what arrived;
-        return the sums of what was sent."""
+        """Queue the copies of all ``fills``, through the two buffers in turn. Return the checksum of each sent piece;
+        the device writes those of the pieces that arrive to ``arrived``."""
         sent: list[int] = []
         events: list[CopyEvent] = []
         for number, fill in enumerate(fills):
@@ -176,7 +178,8 @@ def pinned_copies(device: torch.device) -> PinnedCopies | None:
 
 
 def _fills(sources: Sequence[NDArray[np.uint8]], targets: Sequence[Tensor], room: int) -> Iterator[list[Piece]]:
-    """Divide sources, and targets of the same sizes rounded up, into lists of pieces of at most ``room`` bytes each."""
+    """Group the copies into fills of a buffer: each fill is a list of pieces ``(source, target)`` with at most ``room``
+    bytes in all. A target is as long as its source, rounded up to a multiple of ``_ALIGN``."""
     fill: list[Piece] = []
     left = room
     for source, target in zip(sources, targets, strict=True):

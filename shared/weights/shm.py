@@ -158,8 +158,8 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _changes(self, blob: ServedBlob, wanted: str) -> Iterator[ServedBlob]:
-        """Yield the delta of one bucket from another version to ``blob``; if too much has changed, yield the bucket
-        itself.
+        """Yield one bucket of the version ``blob`` as a delta from another version. If too much has changed, yield the
+        bucket itself.
 
         ``wanted``: ``<digest of the other version>/<first byte of the bucket>/<its end>``. The slot of the other
         version is locked only while its bytes are compared.
@@ -234,8 +234,8 @@ class ShmStaged:
         _held.add(lock)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the slot. If this process writes to a view, the next version in this slot fails its first
-        verification, and is verified again in a new mapping."""
+        """Return views of the slot. Do not write to them: a written page becomes a private copy, which hides the next
+        version in this slot. ``ShmReceiver`` then has to map the slot again and to verify it twice."""
         return self._tensors
 
     def intact(self) -> bool:

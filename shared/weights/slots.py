@@ -63,8 +63,8 @@ def lock_version(paths: Iterable[Path], layout: Layout, digests: Collection[str]
 
 
 def turn_path(directory: Path, job: str, host: str) -> Path:
-    """Return the path of a job's lock file: the process of ``host`` that holds its lock fetches versions for the whole
-    host."""
+    """Return the path of a job's lock file on ``host``. The process that holds the lock on this file fetches versions
+    for all processes of the host."""
     return (directory / slot_name(job, 0, host)).with_suffix(".turn")
 
 
@@ -159,7 +159,8 @@ class SlotPool:
         )
 
     def refresh(self, on_piece: Callable[[], None] = lambda: None) -> None:
-        """Adopt slots that other processes created; ``on_piece`` is called after each mapped piece."""
+        """Adopt slots that other processes created. ``on_piece`` is called repeatedly while a slot is mapped, after
+        each part of it."""
         known = {slot.path for slot in self._slots if slot.is_current()}
         for path in _paths(self._directory, self._stem):
             if path not in known:

@@ -122,7 +122,7 @@ class _Transfer:
 
         def fetch(target: NDArray[np.uint8], on_bytes: Callable[[int], None]) -> None:
             def make(start: int) -> tuple[int, int]:
-                """Write one bucket of the version; return its end, and the number of received bytes."""
+                """Write one bucket of the version; return its end (byte offset), and the number of received bytes."""
                 stop = min(start + BUCKET_BYTES, len(target))
                 bucket = target[start:stop]
                 received = self._pull(f"{self._slot}?{digest}/{start}/{stop}", bucket, exact=False)

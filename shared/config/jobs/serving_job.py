@@ -65,7 +65,7 @@ class ServingJob(StrictModel):
         return self
 
     def after(self, trained: JobConfig, path: str) -> ServingJob:
-        """Return a deployment that serves the checkpoint in the directory ``path``, which the job ``trained`` wrote.
+        """Return a serving job for the checkpoint in the directory ``path``; ``trained`` is the job that wrote it.
 
         Keys set in this file stay; all others are taken from that job, except those only needed for training.
         """

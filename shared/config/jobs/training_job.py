@@ -166,7 +166,8 @@ class TrainingJob(StrictModel, ABC):
 
     @property
     def completions_per_group(self) -> int:
-        """Trajectories per draw, including the greedy trajectory if the algorithm uses one as baseline."""
+        """Number of completions or episodes in one group, including the greedy one if the algorithm uses it as
+        baseline."""
         return self.algorithm.group_size + self.algorithm.greedy_baseline
 
     @property

@@ -12,8 +12,8 @@ __all__ = ["CanaryConfig"]
 
 
 class CanaryConfig(StrictModel):
-    """Canary trial: a version that meets all other bounds first answers a share of the conversations. The feedback on
-    these conversations decides if the version then answers all."""
+    """Canary trial of a version that meets the bounds of the promotion gate. At first it answers only a share of the
+    conversations. The feedback on these conversations decides if the version then answers all."""
 
     share: float = Field(0.1, gt=0, le=0.5)
     """Share of conversations that the new version answers; a request without an episode counts as one conversation."""

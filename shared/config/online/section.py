@@ -29,7 +29,8 @@ __all__ = [
 
 
 class PostedConfig(StrictModel):
-    """Use of posted interactions in the policy loss, in addition to imitation."""
+    """Use of posted interactions (answers that a client sampled elsewhere and posted) in the policy loss, not only for
+    imitation."""
 
     trusted_keys: list[str] = Field(default_factory=list, max_length=64)
     """Ids of the API keys whose posted tokens the policy loss may use; `*`: every key that may post feedback."""
@@ -49,16 +50,16 @@ class PostedConfig(StrictModel):
 
 
 class NewSourcesConfig(StrictModel):
-    """Limits on new sources of feedback. A source is an API key; it counts as new until it has judged enough answers
-    that reference keys judged, too."""
+    """Limits on new sources of feedback. A source is an API key. It counts as new until enough of the answers that it
+    judged were also judged by a trusted key (`reference_keys`)."""
 
     reference_keys: list[str] = Field(min_length=1, max_length=64)
     """Ids of the API keys that are trusted from the start, such as an automatic judge or auditors."""
     weight: float = Field(0.2, gt=0, le=1)
     """Factor of the advantages of answers that a new source judged."""
     items: int = Field(30, ge=10)
-    """Number of feedback values that end the status as a new source; only values on answers that a reference key
-    judged, too, count."""
+    """Number of feedback values after which a source no longer counts as new. Only values on answers that a reference
+    key also judged are counted."""
     agreement: float = Field(0.4, gt=0, le=1)
     """Smallest concordance of a source with the reference keys; for boolean metrics, Cohen's kappa."""
 

@@ -222,7 +222,8 @@ def parts_of(grader: AnyGrader) -> dict[str, Part]:
 
 
 def fields_of(grader: AnyGrader) -> set[str]:
-    """Return the fields of the data row that the grader's slots name. A Python grader may read further fields."""
+    """Return the fields of the data row that the grader's texts use in slots ``{{ item.FIELD }}``. A Python grader may
+    read further fields."""
     return {field for part in parts_of(grader).values() for text in _texts(part) for field in item_fields(text)}
 
 

@@ -293,8 +293,9 @@ class GraderScorer(_Scorer):
 
 
 class EnvironmentScorer(_Scorer):
-    """Reward that the environment itself returns: the rewards of a task of `verifiers`, or `reward(answer)` of the
-    object behind tools of type `method`; with several objects, the sum of their rewards."""
+    """Reward that the environment itself returns. A task of `verifiers` has rewards of its own. For tools of type
+    `method`, Penstock calls `reward(answer)` of the object that has the methods, and adds the rewards of several
+    objects."""
 
     type: Literal["environment"] = "environment"
 

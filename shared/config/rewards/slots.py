@@ -26,7 +26,7 @@ def check_slots(text: str) -> str:
 
 
 def item_fields(text: str) -> set[str]:
-    """Return the fields of the data row that the slots name."""
+    """Return the fields of the data row that the slots of ``text`` refer to."""
     return {str(steps[0]) for root, steps in _paths(text) if root == "item"}
 
 

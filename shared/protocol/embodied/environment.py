@@ -274,7 +274,7 @@ class CloseRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilmRequest:
-    """Request for the film of the newest episode of an environment, in a session with a camera. ``seq`` counts as in
+    """Request for the film of the newest episode of an environment, in a session with a camera. ``seq``: see
     ``ResetRequest``."""
 
     seq: int
@@ -293,8 +293,8 @@ class FilmReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SnapshotRequest:
-    """Request to store the running episodes of the environments ``env_ids`` [n]; the episodes continue. ``seq`` counts
-    as in ``ResetRequest``."""
+    """Request to store the running episodes of the environments ``env_ids`` [n]; the episodes continue. ``seq``: see
+    ``ResetRequest``."""
 
     seq: int
     env_ids: NDArray[np.int32]
@@ -398,8 +398,8 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
 
 
 def _problem(field: str, value: Any) -> str:
-    """Return the requirement that ``value`` violates as the value of ``field``, for an error message; '' if it violates
-    none."""
+    """Check the ``value`` of a ``field``. Return the requirement that it violates, for an error message; '' if it
+    violates none."""
     if field in _DTYPES:
         dtype = _DTYPES[field]
         if not isinstance(value, np.ndarray) or (dtype is not None and value.dtype != dtype):

@@ -125,7 +125,8 @@ class EpisodeGroup:
             raise ProtocolError(f"group {self.draw}: each decision executes 1 to {chunk} actions")
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """Return the header for the gate, with numbers of decisions as ``lengths`` and returns as ``rewards``.
+        """Return the header that the coordinator's gate checks before it admits the group to a batch. Its ``lengths``
+        are the numbers of decisions of the episodes, its ``rewards`` the returns of the episodes.
 
         ``digest`` and ``nbytes`` are of the encoded group.
         """

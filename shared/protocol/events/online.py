@@ -1,4 +1,5 @@
-"""Ledger events of online jobs: live interactions and feedback, and gate and canary trials of served versions."""
+"""Ledger events of online jobs: decisions on live interactions and feedback, decisions of the promotion gate, and
+canary trials of new versions."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ DIGITS = [place for place in range(ID_LENGTH) if place not in (8, 13, 18, 23)]
 class Admission(msgspec.Struct, frozen=True, array_like=True):
     """One draw of an online job: turns of an episode that no earlier draw trained on, and the feedback on these turns.
 
-    ``interactions`` (in turn order) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of
+    ``interactions`` (in turn order) and ``feedback`` map ids to stream sequence numbers. ``reward`` is the return of
     the turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` is the key
     whose feedback set the reward, ``user`` the user of the conversation. ``reason`` names the origin of the reward:
     `feedback`, `default`, `invalid`, `credit` (only feedback on later turns). ``time`` is the time of admission.
@@ -80,8 +81,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
     """Live interactions were admitted to training. Each admission opens one draw, in the same ledger entry.
 
-    All items with sequences below ``low_interactions`` and ``low_feedback`` are decided; a new leader reads the streams
-    from these sequences on.
+    All items with stream sequence numbers below ``low_interactions`` and ``low_feedback`` are decided; a new leader
+    reads the streams from these numbers on.
     """
 
     admissions: list[Admission]
@@ -90,15 +91,15 @@ class Admitted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Quarantined(Event, frozen=True, kw_only=True, tag=True):
-    """Feedback is held until a user releases or drops it. ``items`` maps the id of each item to its sequence in
-    FEEDBACK."""
+    """Feedback is held until a user releases or drops it. ``items`` maps the id of each item to its stream sequence
+    number in FEEDBACK."""
 
     items: dict[str, int]
 
 
 class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Packed ids of items, 16 bytes each. ``texts`` has the ids that are not canonical UUIDs; no API accepts such
-    ids."""
+    """Packed ids of items, 16 bytes each. ``texts`` has the ids that are not canonical UUIDs; usually there are none,
+    because no API accepts such ids."""
 
     packed: bytes = b""
     texts: tuple[str, ...] = ()
@@ -122,8 +123,8 @@ class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return PackedIds(self.packed + other.packed, self.texts + other.texts)
 
     def unpack(self) -> list[str]:
-        """Return the ids; the ids in ``texts`` come last. Copying one digit of all ids at a time takes half the time of
-        slicing each id."""
+        """Return the ids; the ids in ``texts`` come last."""
+        # Each step copies one digit of all ids, which takes half the time of slicing each id.
         digits = self.packed.hex().encode()
         found = bytearray(b"-") * (len(self.packed) // ID_BYTES * ID_LENGTH)
         for place, column in enumerate(DIGITS):
@@ -173,7 +174,8 @@ class Decided(Event, frozen=True, kw_only=True, tag=True):
     """Live items end without training: feedback is rejected, expired or retracted, interactions are refused.
 
     ``episodes`` has the posted episodes that closed in this decision, 16 bytes each: the xxh3-128 of API key id and
-    episode name. The leader had read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
+    episode name. When the leader decided, it had read INTERACTIONS and FEEDBACK below the stream sequence numbers
+    ``read_to``.
     """
 
     feedback: list[EndedFeedback] = []

@@ -82,8 +82,8 @@ class Dropped(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Redrawn(Event, frozen=True, kw_only=True, tag=True):
-    """A user had the prompt of dead letter ``letter`` drawn again, as ``draw``; the leader then publishes a ticket for
-    this draw."""
+    """A user retried the dead letter number ``letter``: its prompt gets a new attempt, ``draw``. The leader then
+    publishes a ticket for this draw."""
 
     letter: int
     draw: Draw
@@ -92,7 +92,8 @@ class Redrawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One group of a batch: its sequence in EXPERIENCE, its digest, and the properties that the ledger records."""
+    """One group of a batch: its stream sequence number in EXPERIENCE, its digest, and the properties that the ledger
+    records."""
 
     draw: Draw
     attempt: str
@@ -169,8 +170,8 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
-    """The trainer trained the batch, so all of its draws are terminal. ``digest`` is the digest of the new weights,
-    ``version``.
+    """The trainer trained the batch, so all of its draws are terminal. ``version`` is the number of the new weights,
+    ``digest`` their digest.
 
     ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of ``version``. The
     leader writes the row of METRICS from them; after a takeover, the new leader writes a missing row.
@@ -194,7 +195,7 @@ class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
     path: str
     trainer_epoch: int
     low_seq: int
-    """Lowest sequence in EXPERIENCE that is still needed after this checkpoint."""
+    """Lowest stream sequence number in EXPERIENCE that is still needed after this checkpoint."""
     reason: str = ""
     """Reason of the checkpoint: initial, interval, a new best, room, pause, the end."""
 

@@ -149,7 +149,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Message that the worker cannot complete a request; ``error`` is the name of a class in shared/errors.py."""
+    """Notice from a rollout worker: it cannot complete a request. ``error`` is the name of a class in
+    shared/errors.py."""
 
     request: str
     error: str

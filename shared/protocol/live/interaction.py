@@ -65,8 +65,8 @@ USER_TAG = "user_id"
 EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message with the data that the episode index needs, so that readers need no payload."""
 RESTORED_HEADER = "Penstock-Restored"
-"""Header with the sequences of the original messages, in a message in FEEDBACK that replaces messages after a
-deletion."""
+"""Header with the stream sequence numbers of the original messages, in a message in FEEDBACK that replaces messages
+after a deletion."""
 SENDERS_HEADER = "Penstock-Senders"
 """Header of a message in FEEDBACK: how many bytes of its items each key posted, as ``3f2:120 77a:4`` with the keys'
 sender numbers."""
@@ -170,8 +170,8 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """SHA-256 of the canonical body; the same id with another fingerprint is rejected."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
     seq: int = 0
-    """Sequence of the item's message in FEEDBACK: of two conflicting items the later one counts. Readers set this
-    field. It is stored only with an item that a deletion rewrote at a higher sequence, as the original sequence."""
+    """Stream sequence number of the item's message in FEEDBACK: of two conflicting items the later one counts. Readers
+    set this field. It is stored only with an item that a deletion rewrote at a higher number, as the original one."""
 
 
 class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +225,8 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
     ids has no effect.
 
     ``heads`` are (kind, metric, key) triples, which rows refer to by index; a row is (id of 16 bytes, fingerprint of 32
-    bytes, revision, receive time in Unix seconds, original sequence, index of its head). About 65 bytes per item.
+    bytes, revision, receive time in Unix seconds, stream sequence number of the original message, index of its head).
+    About 65 bytes per item.
     """
 
     heads: list[tuple[str, str, str]]
@@ -233,8 +234,8 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Feedback]]) -> FeedbackIds:
-        """Pack ``(sequence of the message, item)`` pairs. Items whose id is not a canonical UUID are left out; no API
-        accepts such ids."""
+        """Pack pairs ``(stream sequence number of the item's message, item)``. Leave out items whose id is not a
+        canonical UUID: no API accepts such ids, so they cannot be posted again."""
         heads: dict[tuple[str, str, str], int] = {}
         rows = []
         for seq, item in items:
@@ -246,7 +247,8 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
         return cls(heads=list(heads), rows=rows)
 
     def items(self, job: str) -> list[tuple[int, Feedback]]:
-        """Return the items as ``(original sequence, item)``; the items have no content, because only ids were kept."""
+        """Return the items as ``(stream sequence number of its original message, item)``. The items have no content,
+        because only ids were kept."""
         found = []
         for id, fingerprint, revision, received, seq, head in self.rows:
             kind, metric, key_id = self.heads[head]
@@ -287,8 +289,9 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One of possibly several statuses of an interaction. The newest status with an ``ordinal`` counts, because it
-    follows from the ledger; if none has an ``ordinal``, the first status counts."""
+    """One of possibly several statuses of an interaction. From its admission on, statuses have an ``ordinal``, because
+    they follow from the ledger's events on its draw: the newest of these counts. If there are none, the first status
+    counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]

@@ -239,11 +239,13 @@ class AsyncClient:
         return await self._send(calls.rows(job, "videos"))
 
     async def why(self, job: str) -> Rows:
-        """List what the job waits for now, most important first: waiting_for, subject, id, holder, age_s."""
+        """List what the job waits for now, most important first. Each row has ``waiting_for``, ``subject``, ``id``,
+        ``holder`` and ``age_s``."""
         return await self._send(calls.rows(job, "why"))
 
     async def audit(self, job: str) -> Row:
-        """Check the ledger; return ``ok``, the ledger ``equation``, ``checks`` and ``violations``."""
+        """Check the ledger; return ``ok``, ``equation`` (the counts in drawn = trained + dropped + in flight),
+        ``checks`` and ``violations``."""
         return await self._send(calls.view(job, "audit"))
 
     async def logs(self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None) -> Row:
@@ -281,7 +283,8 @@ class AsyncClient:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     async def checkpoints(self, job: str) -> Rows:
-        """List the checkpoints of the job, oldest first: number, version, reason, size, files with sha256, flags."""
+        """List the checkpoints of the job, oldest first. Each row has the number, version, reason, size, files with
+        their SHA-256, and flags."""
         return await self._send(calls.rows(job, "checkpoints"))
 
     async def checkpoint(self, job: str, number: int) -> Row:

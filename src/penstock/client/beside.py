@@ -57,7 +57,8 @@ class CodeFile(NamedTuple):
 
 @dataclass(frozen=True)
 class JobText:
-    """A job file as it is sent, and its uploads: Python files by SHA-256, data sets, and folders of models.
+    """A job file as it is sent, and its uploads: Python files (``sources``, keyed by SHA-256), data sets, and folders
+    of models.
 
     ``rows`` (data sets) and ``models`` are absolute paths that occur in ``data``. After the uploads, ``with_uploads``
     replaces the paths by the ids of the uploads.
@@ -119,8 +120,8 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, CodeFile], r
 
 
 def _relative_paths(written: Any, changed: Any) -> list[str]:
-    """Return the absolute path of a section as a list if the job file has a relative ``path`` in the section, otherwise
-    [].
+    """Return the value of the key ``path`` of a section, made absolute, if the job file has a relative path there. The
+    result is a list: one path or none.
 
     ``written`` is the section in the job file, ``changed`` is the same section with absolute paths.
     """

@@ -105,8 +105,8 @@ class Download:
 
 
 def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] | None) -> list[Download]:
-    """Return a download for each file of a checkpoint that ``directory`` lacks; ``names`` restricts the files (None:
-    all).
+    """Return the downloads of a checkpoint's files, except those that ``directory`` already has. ``names`` restricts
+    the files (None: all).
 
     Raises:
         Conflict: the server does not have the files.

@@ -122,8 +122,8 @@ def _delete(id: str) -> Call[None]:
 
 
 def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[GraderRun]:
-    """Grade the answer ``sample`` to the data row ``item``; return ``reward``, ``sub_rewards``, and errors in
-    ``metadata``."""
+    """Grade ``sample``, an answer to the prompt of the data row ``item``. Return ``reward``, ``sub_rewards``, and
+    errors in ``metadata``."""
     body = {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})}
     return _grade("run", one(GraderRun), body)
 

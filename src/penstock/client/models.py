@@ -14,8 +14,8 @@ __all__ = ["AsyncModels", "Models"]
 
 
 def _list() -> Call[list[Model]]:
-    """List training jobs and deployments by name, and checkpoints; a checkpoint is deployed by the first request to
-    it."""
+    """List the models: training jobs and serving jobs under their names, and checkpoints. The first request to a
+    checkpoint starts a serving job for it."""
     return Call("GET", "/v1/models", many(Model))
 
 
@@ -43,8 +43,8 @@ def _promote(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row
 
 
 def _roll_back(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Discard all updates after ``version``. Training continues from its weights under a new version number, returned
-    as ``version``.
+    """Discard all updates after ``version`` and continue training from the weights of that version. The field
+    ``version`` of the result is the new version number.
 
     Raises:
         NotFound: no checkpoint has the version.

@@ -234,11 +234,13 @@ class Client:
         return self._send(calls.rows(job, "videos"))
 
     def why(self, job: str) -> Rows:
-        """List what the job waits for now, most important first: waiting_for, subject, id, holder, age_s."""
+        """List what the job waits for now, most important first. Each row has ``waiting_for``, ``subject``, ``id``,
+        ``holder`` and ``age_s``."""
         return self._send(calls.rows(job, "why"))
 
     def audit(self, job: str) -> Row:
-        """Check the ledger; return ``ok``, the ledger ``equation``, ``checks`` and ``violations``."""
+        """Check the ledger; return ``ok``, ``equation`` (the counts in drawn = trained + dropped + in flight),
+        ``checks`` and ``violations``."""
         return self._send(calls.view(job, "audit"))
 
     def logs(self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None) -> Row:
@@ -273,7 +275,8 @@ class Client:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self, job: str) -> Rows:
-        """List the checkpoints of the job, oldest first: number, version, reason, size, files with sha256, flags."""
+        """List the checkpoints of the job, oldest first. Each row has the number, version, reason, size, files with
+        their SHA-256, and flags."""
         return self._send(calls.rows(job, "checkpoints"))
 
     def checkpoint(self, job: str, number: int) -> Row:

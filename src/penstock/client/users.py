@@ -25,7 +25,8 @@ def _consent(user: str, *, train: bool) -> Call[Consent]:
 
 
 def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Erasure]:
-    """Delete the stored data of the user and wait; return the deleted counts and the versions trained on the data.
+    """Delete the stored data of the user and wait. Return the numbers of deleted items, and the versions that were
+    trained on the data.
 
     Raises:
         DeadlineError: the deletion is not done within ``timeout_s``; it continues, and ``erasure`` shows its progress.

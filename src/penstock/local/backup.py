@@ -87,8 +87,8 @@ class StoredStream(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """Path outside of the data directory that a job file names. ``file`` is the copy in the backup; None if the path is
-    a directory."""
+    """A path that a job file names and that lies outside of the data directory. ``file`` is the copy in the backup;
+    None if the path is a directory."""
 
     job: str
     path: str
@@ -241,8 +241,8 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Return the path of the newest checkpoint up to ledger position ``mark`` that no rollback had undone by then; ''
-    if there is none.
+    """Return the path of the newest checkpoint that was valid at ledger position ``mark``: written up to there, and not
+    undone by a rollback up to there. '' if there is none.
 
     Raises:
         ArchiveError: a part of the ledger is missing.
@@ -328,7 +328,7 @@ def _is_whole(root: Path, name: Path) -> bool:
 
 
 def _references(records: list[JobRecord], data_dir: Path, target: Path) -> list[Reference]:
-    """Copy each file outside of the data directory that a job file names, and return a reference to it.
+    """Copy each file that a job file names and that lies outside of the data directory; return references to them.
 
     Also return references to directories (models), which are not copied.
     """

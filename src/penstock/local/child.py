@@ -343,7 +343,8 @@ class KeptAlive:
                 self._report(f"{self.child.name} runs again, but that is not written down: {error}")
 
     async def stop(self, deadline_s: float) -> None:
-        """Stop the child. Any thread may stop a child, although only the thread of ``starter`` may start it."""
+        """Stop the child. Any thread may stop a child, although only the thread of the executor ``starter`` may start
+        it."""
         await asyncio.to_thread(partial(self.child.stop, deadline_s=deadline_s))
 
     async def _end_of_child(self) -> None:

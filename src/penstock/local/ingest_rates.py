@@ -212,7 +212,8 @@ def kill_test(front: Front, *, connections: int, kills: int = 4, batch: int = 0)
 
 
 def _grown(acked: Path, items: int) -> None:
-    """Wait until ``acked`` holds the ids of ``items`` more acknowledged items. Raises DeadlineError."""
+    """Wait until the file ``acked``, which has the ids of acknowledged items, has grown by ``items`` ids. Raises
+    DeadlineError."""
     end, size = time.monotonic() + READY_S, acked.stat().st_size + items * ID_BYTES
     while acked.stat().st_size < size:
         if time.monotonic() > end:

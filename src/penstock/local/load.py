@@ -31,7 +31,7 @@ _IDS = re.compile(rb'"(?:feedback_id|id)":"([0-9a-f-]{36})"')
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """The requests and their target.
+    """The requests to send, the address to send them to, and the duration of the load.
 
     ``items``: number of items in one request, to compute the rate; ``good``: HTTP statuses of success; ``acked``:
     file for the ids in the replies, or ''.
@@ -49,7 +49,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """Results of a load; latencies are of whole requests with a ``good`` status."""
+    """Results of a load. Latencies are those of whole requests whose reply has a status of success (``Plan.good``)."""
 
     requests: int
     items_per_s: float

@@ -30,7 +30,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Maximum sizes of streams in bytes: EXPERIENCE, LEDGER (None: ``stream_bytes``), and each other stream.
+    """Maximum sizes of streams in bytes: one for the stream EXPERIENCE, one for LEDGER (None: the same as
+    ``stream_bytes``), and ``stream_bytes`` for each other stream.
 
     Some streams and buckets are smaller than ``stream_bytes``: ``by_stream`` has all sizes.
     """

@@ -237,7 +237,7 @@ class Stack:
                 raise error
 
     def _clear_shared_memory(self) -> None:
-        """Remove the weight slots of all jobs that no process uses, and the bulk data of processes that ended."""
+        """Remove the files of processes that ended: all jobs' weight slots that no process uses, and bulk data."""
         directory = load_settings(self.options.environment).shm_dir
         with contextlib.suppress(OSError):
             for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # every job has one
@@ -425,7 +425,8 @@ def _service_of(kept: KeptAlive) -> str:
 
 
 def _stages(children: list[KeptAlive]) -> list[list[KeptAlive]]:
-    """Group children by the stages of STOPPING; servers come last, because all services need them to drain."""
+    """Group children by the stages of STOPPING. NATS and Valkey come last, because the services use them while they
+    drain."""
     stages: list[list[KeptAlive]] = [[] for _ in range(len(STOPPING) + 1)]
     for child in children:
         service = _service_of(child)

@@ -1,4 +1,5 @@
-"""Ownership of a data directory by one stack: a lock that ends with its holder, and a file with its addresses."""
+"""Ownership of a data directory by one stack: a lock that the kernel releases when the stack's process ends, and a file
+with the stack's addresses."""
 
 from __future__ import annotations
 

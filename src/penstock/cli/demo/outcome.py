@@ -41,7 +41,8 @@ class Outcome:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Mean of ``rewards`` over the first FIRST and over the last LAST updates; None before the first update."""
+        """Mean of ``rewards`` over the first updates (``FIRST`` of them) and over the last ones (``LAST``); None before
+        the first update."""
         if not self.rewards:
             return None
         first, last = self.rewards[:FIRST], self.rewards[-LAST:]

@@ -249,7 +249,8 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
 
 
 def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
-    """Print the complete lines of a log from byte ``start`` on; stop before the text ``until`` if it occurs.
+    """Print the complete lines of a log from byte ``start`` on. Stop before the first occurrence of the marker text
+    ``until``, if any.
 
     Returns the offset after the last printed line.
     """

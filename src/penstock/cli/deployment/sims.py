@@ -181,7 +181,7 @@ def _install(
 
 
 def _check_libraries(name: str, pins: Pins, python: Path) -> None:
-    """Load the shared libraries of a simulator, before gigabytes are installed.
+    """Check that the system libraries of a simulator can be loaded, before its packages (gigabytes) are installed.
 
     Raises:
         ConfigError: some are missing; the message has the command that installs them.

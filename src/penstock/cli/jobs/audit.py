@@ -72,7 +72,8 @@ def replay(
 
 
 def _feedback_line(row: dict[str, Any]) -> str:
-    """Format a draw of a replayed batch as ``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
+    """Format a draw of a replayed batch as ``draw 7.0: reward 1 (feedback), lag 0: ANSWERS by FEEDBACK``. ANSWERS are
+    the ids of its answers, FEEDBACK those of the feedback that judged them."""
     answers = ", ".join(row["interactions"] or row["context"]) or "posted material"
     by = ", ".join(row["feedback"]) or "nobody"
     what = row["draw"] if row["objective"] == "policy" else f"{row['draw']} {row['objective']}"

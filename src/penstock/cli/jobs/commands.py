@@ -363,7 +363,7 @@ def scale(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until the workers run.")] = 180,
     as_json: Json = False,
 ) -> None:
-    """Set the number of workers of a service, if 'penstock up' runs it; stopping workers finish their work first."""
+    """Set the number of workers of a service, if 'penstock up' runs it. Surplus workers finish their work first."""
     pool, _, count = wanted.partition("=")
     if pool not in POOLS or not count.isdecimal():
         raise ConfigError(f"'{wanted}' must look like rollout=4; pools: {', '.join(POOLS)}")

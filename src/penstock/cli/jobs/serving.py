@@ -32,7 +32,7 @@ def serve(
     timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until a worker has loaded the model.")] = 120,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until the deployment is cancelled."""
+    """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until this serving job is cancelled."""
     with Client() as client:
         path = model if Path(model).is_dir() else reference_of(model)
         spec: dict[str, Any] = {"kind": "serving", "name": name or _name_of(client, path), "model": {"path": path}}
@@ -56,7 +56,7 @@ def serve(
 
 
 def reference_of(text: str) -> str:
-    """Expand ``text`` to a full reference ``job:NAME@WHICH``, with final as default of WHICH. Raises ConfigError."""
+    """Expand ``text`` to a full reference ``job:NAME@WHICH``; WHICH defaults to ``final``. Raises ConfigError."""
     reference = text if text.startswith(REFERENCE) else REFERENCE + text
     reference = reference if "@" in reference else f"{reference}@final"
     parse_reference(reference)
@@ -64,7 +64,8 @@ def reference_of(text: str) -> str:
 
 
 def _name_of(client: Client, path: str) -> str:
-    """Return the default name of a deployment: name of the job and checkpoint. Raises ConfigError for a directory."""
+    """Return the default name of a serving job: ``JOB-WHICH``, the name of the trained job and the choice of its
+    checkpoint. Raises ConfigError for a directory."""
     if not path.startswith(REFERENCE):
         raise ConfigError("--name: give the model a name; of a checkpoint it would be that of its job")
     job, which = parse_reference(path)

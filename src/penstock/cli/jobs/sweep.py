@@ -50,7 +50,7 @@ class Point:
 
     @property
     def ends(self) -> list[float]:
-        """Mean of the metric's last LAST values, for each job that has values."""
+        """Mean of the metric's last values (``LAST`` of them), for each job that has values."""
         return [fmean(value for _, value in curve[-LAST:]) for curve in self.curves if curve]
 
     @property
@@ -60,7 +60,7 @@ class Point:
 
     @property
     def best(self) -> JobRecord | None:
-        """Job whose metric has the highest mean over its last LAST values; None if no job has values."""
+        """Job whose metric has the highest mean over its last values (``LAST`` of them); None if no job has values."""
         measured = [(job, curve) for job, curve in zip(self.jobs, self.curves, strict=True) if curve]
         ends = dict(zip((job.id for job, _ in measured), self.ends, strict=True))
         return max((job for job, _ in measured), key=lambda job: ends[job.id], default=None)

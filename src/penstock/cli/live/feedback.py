@@ -126,8 +126,8 @@ def token(
 
 
 def _value(text: str, metric: str) -> bool | float | str:
-    """Convert ``text`` to the boolean or number that it is in JSON. Other texts stay texts, and so do all values of the
-    metrics `comment` and `demonstration`."""
+    """Return the value of ``text`` if it is a JSON boolean or number; otherwise return ``text`` itself. All values of
+    the metrics `comment` and `demonstration` stay texts."""
     if metric in ("comment", "demonstration"):
         return text
     try:
@@ -138,8 +138,8 @@ def _value(text: str, metric: str) -> bool | float | str:
 
 
 def _named(items: Iterable[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
-    """Yield feedback items. An item without an id gets an id derived from its content, its occurrence number and the
-    API key.
+    """Yield feedback items. An item without an id gets one, derived from its content, the number of equal items before
+    it, and the API key.
 
     Thus a line has one effect even if its file is posted again, also with lines added at its end, but two equal lines
     of one file are two items. Only those who know the key can predict an id and post another item under it first.

@@ -182,7 +182,7 @@ class HeldItem(HeldRow, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Recorded decision on a quarantined item; ``verdict`` is `release` or `drop`."""
+    """An administrator's recorded decision on a quarantined item; ``verdict`` is `release` or `drop`."""
 
     feedback_id: str
     verdict: str

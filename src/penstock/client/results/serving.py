@@ -62,7 +62,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
-    """Record of one choice of a response. ``decision`` is None until the job admits or rejects the interaction.
+    """Record of one answer: an entry of ``choices`` in a response. ``decision`` is None until the job admits or rejects
+    the interaction.
 
     ``token_ids`` and ``logprobs`` (of the sampler, natural logarithm) have the same length; ``spans`` cover them.
     ``untrainable`` is the reason why it must not be trained on, or empty. ``user`` and ``tags["user_id"]`` are
@@ -141,10 +142,10 @@ class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A training job or deployment, by its name; or a checkpoint, which is deployed by the first request to it.
+    """A training job or serving job, under its name; or a checkpoint, for which the first request starts a serving job.
 
     ``promoted_at``: time of the promotion of ``policy_version`` (Unix seconds), for a job with a promotion gate.
-    ``checkpoint``: the deployed checkpoint. ``served``: False: the first request loads the model.
+    ``checkpoint``: the served checkpoint. ``served``: False: the first request loads the model.
     """
 
     id: str

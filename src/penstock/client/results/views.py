@@ -106,7 +106,8 @@ class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetter(DeadLetterRow, frozen=True, kw_only=True):
-    """A dead letter with its headers and content: a decoded ticket, or the first bytes of any other message."""
+    """A dead letter with its headers and content. The content is the fields of a ticket (a request to generate for one
+    prompt), or the first bytes of any other message."""
 
     nbytes: int
     headers: dict[str, str]
