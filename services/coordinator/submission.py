@@ -451,7 +451,7 @@ def _check_model(spec: TextJob | ServingJob, longest: int, where: str) -> list[s
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
         described = _described(file := folder / "config.json")
         _check_length(spec.rollout, longest, where, described, file)
-        check_decoder(spec.rollout, described, str(file))
+        check_decoder(spec.rollout, described, str(file), lora=model.lora is not None)
         return _check_code(model, folder, described)
     return []
 

@@ -208,19 +208,20 @@ def check_engine(
             raise ValueError(f"rollout.engine '{rollout.engine}' cannot do {key}{_INSTEAD.get(cap, '')}")
 
 
-def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str) -> None:
+def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str, *, lora: bool = False) -> None:
     """Raise ConfigError if a model's config.json shows that the embedded engine cannot decode the model. Models that it
     cannot decode for other reasons are rejected when the engine loads them (``shared/models/architecture.py``).
 
     Args:
         described: the config.json.
         where: file of the config.json, for the message.
+        lora: True if an adapter of the model is trained, for which the trainer uses the same decoder.
 
     Raises:
-        ConfigError: ``rollout`` is the embedded engine, and it does not decode this model.
+        ConfigError: the embedded engine does not decode this model, and ``rollout`` is this engine or ``lora`` is True.
     """
     kind = described.get("model_type")
-    if not isinstance(rollout, EmbeddedConfig) or not isinstance(kind, str):
+    if not (lora or isinstance(rollout, EmbeddedConfig)) or not isinstance(kind, str):
         return
     if kind not in _DECODED:
         flaw = f"model_type '{kind}', and the embedded engine decodes {', '.join(_DECODED)}"
@@ -228,6 +229,8 @@ def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str)
         flaw = f"{found}, which the embedded engine does not decode"
     else:
         return
+    if lora:
+        raise ConfigError(f"model.lora: {where} has {flaw}; adapters are trained only on models that it decodes")
     raise ConfigError(f"model.path: {where} has {flaw}; {ANY_MODEL}")
 
 

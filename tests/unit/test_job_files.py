@@ -129,6 +129,15 @@ async def test_a_model_that_our_decoder_does_not_know_is_refused_with_the_way_ou
     assert "spec" in await plan_job(other, [], ServiceSettings(), stores_parts=True)
 
 
+async def test_an_adapter_that_cannot_be_trained_is_refused_for_every_engine(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "gpt2"}')
+    for engine in ("embedded", "vllm", "transformers"):
+        model = {"path": str(tmp_path), "lora": {"publish": "merged"}}
+        job = parse_job({**JOB, "model": model, "rollout": {"engine": engine}})
+        with pytest.raises(ConfigError, match=r"^model\.lora: .*adapters are trained only on models that it decodes"):
+            await plan_job(job, [], ServiceSettings(), stores_parts=True)
+
+
 @pytest.mark.parametrize(
     ("described", "rollout", "flaw"),
     [
