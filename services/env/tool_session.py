@@ -113,8 +113,8 @@ class ToolSession:
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Execute a call once: a repeated request gets the reply of the first request. A call that could not begin is
-        tried again."""
+        """Execute a call and return the reply. A repeated request gets the reply of the first request; if the first
+        call could not begin, the repeated request executes the call."""
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
@@ -123,8 +123,8 @@ class ToolSession:
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
     def _remember(self, call: str, done: asyncio.Task[ToolReply], request: ToolRequest) -> None:
-        """Keep the reply of a stateless call for REMEMBER_S. Drop errors, and the replies of stateful calls, which
-        their episodes store."""
+        """Keep the reply of a stateless call for REMEMBER_S seconds. Do not keep errors, nor replies of stateful calls:
+        the episode stores those replies."""
         if request.state is not None or done.cancelled() or done.exception() is not None:
             self._asked.pop(call, None)
         else:
@@ -157,7 +157,7 @@ class ToolSession:
         raise ProtocolError(f"job {self.job}: its environment has no such request")
 
     def status(self) -> dict[str, Any]:
-        """Return this process's entry for the job, for its heartbeat."""
+        """Return the job's entry in the heartbeat of this process."""
         row: dict[str, Any] = {**{f"tool_{name}": n for name, n in self._counts.items()}, "running": self._busy}
         if self._episodes is not None:
             row["tool_episodes"] = len(self._episodes)

@@ -1,4 +1,5 @@
-"""One job in one reward service: a session answers score requests, and scores slow groups from the stream RAW."""
+"""One job in one reward service. A session answers score requests. If the job's scorers are slow, it also takes
+generated groups from the stream RAW, scores them and publishes them to the stream EXPERIENCE."""
 
 from __future__ import annotations
 

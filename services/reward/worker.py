@@ -30,7 +30,8 @@ Named = list[tuple[str, Scorer | GroupScorer]]
 
 
 def main() -> None:
-    """Open scorers and score completions as the messages on the channel request, until the channel closes."""
+    """Execute the messages that arrive on the channel, until it closes: ``Open`` opens scorers, and ``Score`` has them
+    score completions."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent, "reward")

@@ -107,18 +107,20 @@ class CommitRule:
             DISCARDED.inc(num_tokens)
 
     def leave(self) -> None:
-        """Begin no further group, and end all waits of groups and updates. Groups in progress go on. Safe to repeat."""
+        """Begin no further group, and release every group and update that waits. Groups in progress go on. Safe to
+        repeat."""
         self.is_leaving = True
         self._changed.set()
 
     @asynccontextmanager
     async def update(self, version: int, digest: str) -> AsyncIterator[bool]:
-        """Enclose an attempt to load an announced version; yield True if the attempt waited for groups in progress.
+        """Return a context in which the caller loads an announced version of the weights. The context yields True if it
+        first waited for groups in progress.
 
         With 'drain', no group begins in the block, and the update first waits for the groups in progress. After
         ``rollout.drain_s`` groups may begin again, and the groups in progress continue with the new version: discarding
         them would lose the longest completions at each update, and bias the job against long ones. Groups in progress
-        also continue if this worker leaves, or if an earlier attempt to load the same version waited and then failed.
+        also continue if this worker leaves, or if an earlier update to the same version waited and then failed.
         """
         self._arriving = version, digest
         if self._config.on_update != "drain" or self._arriving == self._applied:

@@ -153,13 +153,15 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def skipped_group(*, job: str, draw: Draw, epoch: int, worker: str, reason: str, prompt: Prompt) -> Group:
-    """Return a group without trajectories for an unusable prompt. The coordinator drops the draw for ``reason``."""
+    """Return a group without trajectories for an unusable prompt. The coordinator then drops ``draw``, this attempt to
+    get a group for the prompt, with the reason ``reason``, and does not try the prompt again."""
     meta = {"skipped": reason, "worker": worker, "prompt": prompt.text[:200], "source": prompt.source}
     return _empty_group(job=job, draw=draw, epoch=epoch, meta=meta)
 
 
 def failed_group(*, job: str, draw: Draw, epoch: int, worker: str, error: str) -> Group:
-    """Return a group without trajectories after an error. The coordinator drops the draw as 'failed' and redraws it."""
+    """Return a group without trajectories after an error. The coordinator then drops ``draw``, this attempt to get a
+    group for the prompt, as 'failed', and makes a new draw for the same prompt."""
     return _empty_group(job=job, draw=draw, epoch=epoch, meta={"error": error, "worker": worker})
 
 

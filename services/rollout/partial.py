@@ -73,7 +73,8 @@ class PartialGroups:
 
     @staticmethod
     def is_possible(config: TextJob, engine: Engine) -> bool:
-        """Return True if another worker can continue groups of the job: training groups of plain completions.
+        """Return True if workers can continue unfinished groups of other workers in this job. Only training groups of
+        plain completions can be continued.
 
         Episodes cannot be continued, because their tools may have acted already; nor can completions with recorded
         experts, because only the worker that generated a prefix has its experts.
@@ -186,8 +187,8 @@ class PartialGroups:
         return messages
 
     async def _read(self, key: str, recipe: str) -> dict[int, Sample]:
-        """Return the saved completions of a ticket by their index in the group; leave out completions that cannot be
-        read or have another recipe."""
+        """Return the saved completions of a ticket by their index in the group. Leave out completions that cannot be
+        read, or that were sampled with other requests (``recipe`` is a digest of the requests)."""
         names = [subjects.partial(self._job, key, place) for place in range(self._config.completions_per_group)]
         try:
             messages = await together(self._bus.last(subjects.PARTIAL, name) for name in names)

@@ -63,8 +63,8 @@ class PolicyFollower:
     Args:
         held: stores each version before the next one is served.
         leaving: called directly before the engine serves another version.
-        updating: gets version and digest; encloses each attempt to load an announced version, and yields True if it
-            first had to wait.
+        updating: called with version and digest; returns the context for one attempt to load this announced version.
+            The context yields True if the attempt first had to wait.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class PolicyFollower:
         return newest
 
     async def _update(self, manifest: WeightManifest) -> bool:
-        """Load the version of a manifest, or the newest version if ``updating`` had to wait; see ``_adopt``."""
+        """Load the version of a manifest; see ``_adopt``. If the update first has to wait (for groups in progress),
+        load the version that is the newest after the wait."""
         async with self._updating(manifest.version, manifest.digest) as waited:
             if waited:
                 manifest = await self._newest(self._key) or manifest

@@ -121,8 +121,8 @@ class Simulator(Protocol):
         """Shapes, dtypes and bounds of observations and actions."""
 
     def described(self) -> EnvSpec:
-        """Return ``spec`` after the episodes so far: ``has_success`` is True once a step has reported whether it
-        succeeded."""
+        """Return the current spec. It differs from ``spec`` in ``has_success``, which becomes True once a step has
+        reported whether it succeeded."""
 
     @property
     def memory(self) -> ObservationMemory:

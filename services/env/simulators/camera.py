@@ -233,7 +233,8 @@ class Filmed:
             self._problem = _reason_of(error)
 
     def _open(self, frame: NDArray[np.uint8]) -> None:
-        """Start the encoder: H.264 with the index at the front, which browsers can play while it downloads."""
+        """Start the encoder. It writes an H.264 MP4 file with the index at the front, so that browsers can play the
+        film while they download it."""
         try:
             import imageio_ffmpeg  # type: ignore[import-untyped]
         except ImportError:

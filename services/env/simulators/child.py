@@ -104,7 +104,7 @@ class Channel:
 
 
 def holds_message(connection: socket.socket) -> bool:
-    """Return True if a whole message can be read without waiting, else False, also if the connection is lost."""
+    """Return True if a whole message can be read without waiting. Return False if not, or if the connection is lost."""
     try:
         sizes = connection.recv(LENGTHS.size, socket.MSG_PEEK)
         (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
@@ -252,8 +252,8 @@ class Host:
         self._shared: SharedObservations
 
     def share(self, descriptor: int, *, spaces: Mapping[str, Sequence[Any]], first: int, total: int) -> None:
-        """From now on, write observations into the shared memory ``descriptor`` of ``total`` rows, from row ``first``
-        on."""
+        """Write observations into the memory with file descriptor ``descriptor`` from now on. The memory has one row
+        for each of the session's ``total`` environments; this process uses the rows from ``first`` on."""
         rows = slice(first, first + len(self._environments))
         self._shared = SharedObservations(descriptor, spaces, total, rows)
 
@@ -275,7 +275,8 @@ class Host:
                     environment.close()
 
     def _describe(self, _: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Return the properties of the environments after the episodes so far."""
+        """Return the current spec of the environments. An episode may have changed it: ``has_success`` becomes True
+        once a step has reported whether it succeeded."""
         first = self._environments[0]
         return {"spec": self.spec if first is None else first.spec}, []
 
@@ -288,8 +289,9 @@ class Host:
     def _begin(
         self, places: list[int], env_ids: NDArray[Any], state_ids: NDArray[Any], lost: dict[int, str]
     ) -> tuple[NDArray[np.uint64], list[str]]:
-        """Begin episodes in the rows ``places`` of a request; return hashes of first states [n], and n tasks. Store
-        reasons of failures in ``lost``."""
+        """Begin the episodes that rows ``places`` of a request ask for. Return the hashes of the first states [n] and
+        the tasks, for all n rows of the request; rows without a new episode have 0 and ''. Store reasons of failures in
+        ``lost``."""
         hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
         if self._batch is None:
             for i in places:
@@ -324,8 +326,8 @@ class Host:
         return 0, ""
 
     def _step(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Execute a chunk of actions in each environment. Where an episode ends, begin the next one if the request has
-        its state id."""
+        """Execute a chunk of actions in each environment. Where an episode ends, begin the next one if the request
+        gives a state id for it."""
         env_ids, actions, next_state_ids = arrays
         n, C = actions.shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.full(n, C, np.int32)
@@ -402,7 +404,8 @@ class Host:
         return {}, [np.frombuffer(data, np.uint8)]
 
     def _restore(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Continue one environment from a snapshot. Raises ValueError if its task, options or versions differ."""
+        """Continue one environment from a snapshot. Raises ValueError if the snapshot was made with another task, other
+        options or other versions of the simulator's packages."""
         env = int(arrays[0][0])
         stored = unpack_values(arrays[1].tobytes())
         if stored.get("about") != self._described():
@@ -480,7 +483,8 @@ def load_file(path: Path) -> ModuleType:
 def load_backend(
     path: str, *, camera: bool = False, picture: Message | None = None
 ) -> Callable[[str, Message], Environment]:
-    """Load an adapter file; return its ``make``, or ``make_with_camera`` wrapped for films and images.
+    """Load an adapter file and return its ``make``. If films or images are wanted, return its ``make_with_camera``
+    instead, wrapped so that the environments record the films and observe the images.
 
     Args:
         camera: film every episode.

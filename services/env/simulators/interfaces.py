@@ -82,7 +82,8 @@ class Filmable(Restorable, Protocol):
 
 
 class BatchedEnvironment(Protocol):
-    """N environments in one object, numbered from 0 to N - 1. ``env_ids`` are the numbers of n distinct ones."""
+    """N environments in one object, numbered from 0 to N - 1. Methods take ``env_ids`` [n], the numbers of n different
+    environments."""
 
     spec: Message
     """Properties of each environment, as in ``Environment``."""

@@ -89,7 +89,7 @@ class ProcessSimulator:
         return self._memory.description
 
     def described(self) -> EnvSpec:
-        """Return the spec after the episodes so far; see ``Simulator.described``."""
+        """Return the current spec, which an episode may have changed; see ``Simulator.described``."""
         lost: dict[int, str] = {}
         found = self._ask_one({"kind": "describe"}, np.zeros(1, np.int32), 0, [], lost)
         return self.spec if found is None else _spec_of(self._request, found[0]["spec"])
@@ -393,7 +393,7 @@ class _Child:
 
     @property
     def socket(self) -> socket.socket:
-        """End of the socket that the env service holds."""
+        """Socket to the process: the end that the env service holds."""
         return self._channel.socket
 
     def opened(self, limit_s: float) -> Message:
@@ -505,5 +505,6 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
 
 
 def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
-    """Map ``reasons``, whose keys are rows (as text) in the request to one process, to rows of the whole request."""
+    """Return ``reasons`` with other keys: rows of the whole request instead of rows (as text) of one process's part.
+    Row i of that part is row ``places[i]`` of the whole."""
     return {int(places[int(place)]): reason for place, reason in reasons.items()}

@@ -67,5 +67,5 @@ def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 
 def describe(what: str, error: BaseException) -> str:
-    """Return a message that says which exception ``what``, a piece of user code, raised."""
+    """Return a message that names the exception ``error`` and the user code ``what`` that raised it."""
     return f"{what} raised {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]

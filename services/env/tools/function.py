@@ -21,8 +21,8 @@ class Function:
         self._function = import_named(config.path, what="tool function", beside="env", error=ToolError)
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Return the function's result, as JSON unless it is text. Any exception but ValueError is a failure of the
-        tool.
+        """Return the function's result, as JSON unless it is text. A ValueError becomes an error message to the policy;
+        any other exception is a failure of the tool.
 
         Raises:
             CallError: the function raised ValueError.

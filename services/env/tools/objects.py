@@ -69,7 +69,8 @@ class Method:
         self._config, self._objects = config, objects
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Return the method's result, as JSON unless it is text. Any exception but ValueError is a failure of the tool.
+        """Return the method's result, as JSON unless it is text. A ValueError becomes an error message to the policy;
+        any other exception is a failure of the tool.
 
         Raises:
             CallError: the method raised ValueError.

@@ -72,8 +72,8 @@ def _class(config: MethodTool) -> dict[str, Any]:
 
 
 def _check(function: Callable[..., Any], config: FunctionTool | MethodTool, what: str, *own: object) -> None:
-    """Check that ``function`` accepts ``own`` followed by all arguments of the schema, and ``own`` followed by only the
-    required ones."""
+    """Check that ``function`` can be called with all arguments of the schema, and with only the required ones. ``own``
+    are positional arguments that come first in both calls, such as ``self``."""
     schema = config.parameters
     for names in (schema.get("properties", {}), schema.get("required", [])):
         check_call(function, what, ", ".join(names), ToolError, *own, **dict.fromkeys(names))

@@ -97,7 +97,8 @@ class Episode:
         return list(new)
 
     def ask(self, messages: list[Message], tools: list[Message]) -> None:
-        """Request a turn of the policy. Raises ValueError if too many requested turns were not fetched."""
+        """Request a turn of the policy. Raises ValueError if MAX_STEPS requests still wait for the env service to fetch
+        them."""
         if self.steps.qsize() >= MAX_STEPS:
             raise ValueError(f"it gave up {MAX_STEPS} turns that it had asked for")
         self.turn = asyncio.get_running_loop().create_future()
@@ -142,7 +143,8 @@ class Host:
     # -- the env service ---------------------------------------------------------------------------------------------
 
     def serve(self, address: str) -> None:
-        """Direct the environment's requests for turns to the OpenAI API server of this process at ``address``."""
+        """Configure the environment to request turns of the policy from the OpenAI API server that this process runs at
+        ``address``."""
         client = self._vf.EvalClientConfig(base_url=f"{address}/v1", api_key_var=KEY)
         self._context = self._vf.ModelContext(model=MODEL, client=client)
 
@@ -311,7 +313,8 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """Return an agent's config; by default, the harness is Penstock's and the runtime is a subprocess."""
+    """Fill defaults into ``role``, the user's config of one agent of the environment, and return it. Unless the user or
+    the environment chose otherwise, Penstock's harness plays the agent, and its runtime is a subprocess."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:

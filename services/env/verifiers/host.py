@@ -91,7 +91,8 @@ class HostedEpisode:
         self._process, self._episode = process, episode
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Begin or continue the episode. The reply is ``lost`` if the verifiers process died, even by another episode.
+        """Begin or continue the episode. The reply is ``lost`` if the verifiers process died, even if another episode
+        caused that.
 
         Raises:
             ToolError: the step took longer than ``limit_s``, or its text is too long.

@@ -47,7 +47,8 @@ class GroupScorer(Protocol):
 
 @runtime_checkable
 class Described(Protocol):
-    """Scorer that describes itself once it is open, for example by a digest, a mechanism or an address."""
+    """Scorer that describes itself once it is open, for example by the digest of its weights, its kind of sandbox or
+    its address."""
 
     @property
     def about(self) -> str:

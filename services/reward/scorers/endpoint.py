@@ -72,7 +72,8 @@ class Endpoint:
         self._runner.close()
 
     def post_all(self, calls: Sequence[Call], deadline_s: float) -> list[bytes | ScoringError]:
-        """Return the body of each successful (2xx) response, or an error after ``deadline_s`` at the latest."""
+        """Send all requests, and return for each one the body of its successful (2xx) response or an error. This takes
+        at most ``deadline_s`` seconds."""
         return self._runner.run(self._post_all(calls, time.monotonic() + deadline_s))
 
     async def _post_all(self, calls: Sequence[Call], deadline: float) -> list[bytes | ScoringError]:
@@ -124,7 +125,8 @@ class Endpoint:
         raise ScoringError(text)
 
     async def _sent(self, call: Call) -> AbstractAsyncContextManager[httpx.Response]:
-        """Prepare the request after a check of its address. Raises Unavailable if the address is not permitted."""
+        """Check the endpoint's address and return the request as a context manager; entering it sends the request.
+        Raises Unavailable if the address is not permitted."""
         if self._private:
             return self._client.stream("POST", self._url, content=call.body, headers=call.headers)
         target, netloc, name = await pinned(httpx.URL(self._url), private=False, setting="PENSTOCK_SCORER_PRIVATE")

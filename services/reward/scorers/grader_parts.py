@@ -202,8 +202,8 @@ class PythonPart:
             return GradingError("python_grader_runtime_error", "grade() returned an integer beyond all floats")
 
     def _run(self, sample: Sample, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Run ``grade`` in the sandbox and return its score or error by name. Raises GradingError if there is
-        neither."""
+        """Run ``grade`` in the sandbox; return ``{"score": result}``, or ``{"error": text}`` if it raised an exception.
+        Raises GradingError if the run gives neither."""
         if limit_s <= 0:
             raise GradingError("unresponsive_reward_error", "no time was left before the deadline")
         step = {"call": "_penstock_grade", "args": [sample, item], "kwargs": {}}

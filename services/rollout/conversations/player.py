@@ -109,7 +109,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """Return the text that scorers other than the environment read: the last turn of the policy."""
+        """Return the text for all scorers but the environment: the last turn of the policy."""
         return episode.answer
 
     async def _episode(self, task: int, sampling: Sampling, keeper: StateKeeper) -> Episode:
@@ -206,7 +206,8 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """Return ``prompt`` with text and token ids of the environment's prompt; unchanged if the environment gave none.
+    """Return a copy of ``prompt`` with the text and token ids of the prompt with which the environment began the
+    episodes. Return ``prompt`` itself if the environment gave none.
 
     The trajectories of a group share one prompt: that of the first episode that got one. Mark each episode that got
     another prompt as failed.

@@ -135,7 +135,7 @@ class ToolCalls:
 
 
 def _certain(text: str, place: int, start: int) -> int:
-    """Return the end index of the longest text from ``place`` on that cannot belong to a tool call.
+    """Return the index up to which the text after ``place`` certainly belongs to no tool call.
 
     The text after this index is a call, may become a call, or is whitespace that may precede a call.
 

@@ -89,6 +89,6 @@ class TurnWriter:
 
 
 def rows_of(asked: Sequence[tuple[Sampling, int]]) -> list[Sampling]:
-    """Return one ``Sampling`` per completion, each with its own seed. ``asked``: (parameters, number of
+    """Return one ``Sampling`` per completion, each with its own seed. ``asked``: pairs (sampling parameters, number of
     completions)."""
     return [replace(s, seed=None if s.seed is None else s.seed + i) for s, n in asked for i in range(n)]

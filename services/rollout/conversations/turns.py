@@ -204,7 +204,8 @@ class _Calls:
 
 
 def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:
-    """Return the id of the token whose text is ``marker``; None without such a token, or if other tokens contain it."""
+    """Return the id of the token whose text is ``marker``. Return None if there is no such token, or if the text of
+    other tokens contains ``marker``, too."""
     holders = [token for token in vocabulary if marker in token]
     return vocabulary[marker] if holders == [marker] else None
 

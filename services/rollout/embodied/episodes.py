@@ -138,7 +138,8 @@ def episode_group(
 
 
 def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[str, Any]) -> EpisodeGroup:
-    """Return a group without episodes. The coordinator drops the draw as 'failed' and redraws it."""
+    """Return a group without episodes, after an error. The coordinator then drops the ticket's draw (one attempt to get
+    a group for a reset id) as 'failed', and makes a new draw for the same reset id."""
     C = config.environment.action_chunk
     return EpisodeGroup(
         job=job, draw=ticket.draw, attempt=new_attempt(), epoch=ticket.epoch, cu_seqlens=np.zeros(1, np.int32),

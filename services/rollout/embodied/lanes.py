@@ -28,7 +28,8 @@ FIRST_LENGTH = 128
 
 
 class Lanes:
-    """One lane for each environment of a session. An episode is recorded in the columns of its lane.
+    """One lane for each environment of a session. A lane records its episode in one row of preallocated arrays [B, T,
+    ...], one array for each field.
 
     Args:
         horizon: number of steps after which an episode is truncated.
@@ -208,7 +209,8 @@ class Lanes:
         self._label_numbers_B[lanes] = self._num_labels
 
     def _write_next(self, lanes: Rows, places: NDArray[np.int64], reply: StepReply) -> None:
-        """Store the observations of the next decision. If an episode outgrows the columns, double their length."""
+        """Store the observations of the next decision. If an episode has more decisions than the arrays have room for,
+        double T."""
         times = self._times_B[lanes]
         for columns in (self._observations, self._columns):
             for name, column in columns.items():

@@ -1,4 +1,5 @@
-"""Noise of an episode's actions: a pure function of its draw, independent of other episodes in the batch.
+"""Noise of an episode's actions. The job's seed and the episode's identity (its ticket's draw and its index in the
+group) determine all values, so they do not depend on other episodes in the batch.
 
 Shapes: C = actions of a decision, A = components of an action.
 """

@@ -26,7 +26,8 @@ class EpisodeQueue:
         self._wake()
 
     def report(self, session: int, running: int | None) -> None:
-        """Record the number of running episodes in a session; None if the session is not open."""
+        """Record that ``running`` episodes are in progress in a session. ``running`` is None if the session is not
+        open."""
         if (before := self._running[session]) != running:
             self._running[session] = running
             if before is None or running is None:

@@ -227,7 +227,7 @@ class EmbodiedSession:
         return self._tickets.busy
 
     def status(self) -> dict[str, Any]:
-        """Return this worker's entry for the job, for its heartbeat."""
+        """Return the job's entry in the heartbeat of this worker."""
         policy = self._policy
         row = {
             "version": policy.version if policy else -1,

@@ -82,7 +82,8 @@ def open_job_engine(
 
 
 async def start_engine(engine: Engine, rollout: AnyRollout) -> None:
-    """Start the engine of a job. If a user's class implements the engine, this worker builds no other model meanwhile.
+    """Start the engine of a job. An engine that is a user's class may build its model here, so this worker builds no
+    other model until it has started.
 
     Raises:
         ConfigError: the engine does not support this model on this machine.
@@ -155,7 +156,8 @@ def _open_adapter(
     tokenizer: PreTrainedTokenizerFast,
     settings: ServiceSettings,
 ) -> Engine:
-    """Open an adapter of an external engine, which reads the model from a directory.
+    """Open the adapter of an external engine. The engine reads the model from a directory; write the model there if
+    needed.
 
     The adapter removes the temporary directories that this function writes.
     """

@@ -338,7 +338,8 @@ class EngineAdapter(ABC, Generic[S, C]):
     async def score(
         self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
     ) -> Scores:
-        """Score a text; see ``Engine.score``. ``held`` must be None: the engine has only the served weights."""
+        """Score a text; see ``Engine.score``. ``held`` (weights of a published version) must be None: the engine has
+        only the served weights."""
         assert held is None, "caps.held is False"
         self._check_ready()
         check_text(token_ids, vocab_size=self.model.vocab_size, max_length=self.max_length)

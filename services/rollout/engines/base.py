@@ -194,7 +194,8 @@ class Engine(Updatable, Protocol):
         ...
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return, by request id, the tokens generated so far by running requests (n = 1), as aborted samples.
+        """Return the tokens that these running requests have generated so far, by request id, as samples with finish
+        'abort'. Each request must have n = 1.
 
         The requests continue. Completions that have ended are left out. If the engine learns only at the end which
         weights generated a token, a sample ends before the first token whose weights are uncertain.

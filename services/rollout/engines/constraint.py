@@ -113,7 +113,8 @@ class Matcher:
         self.stuck = self.stuck or not self._followed.consume_tokens(list(token_ids))
 
     def mask(self, num_tokens: int) -> bytes:
-        """Return a bit mask of the allowed tokens among ``num_tokens``; if stuck, only the stop tokens are allowed."""
+        """Return a bit mask over a vocabulary of ``num_tokens`` tokens: 1 for each token that may come next. If stuck,
+        only the stop tokens are allowed."""
         if not self.stuck:
             found = self._followed.compute_bitmask()
             bits = int.from_bytes(found, "little")

@@ -73,7 +73,7 @@ class ModuleBatch(RowBatch):
         self._caches.clear()
 
     def close(self) -> None:
-        """Release the caches and drop the guard; see ``RowBatch``."""
+        """Release the caches and drop ``guard``; see ``RowBatch``."""
         self.guard = None
         self._caches.clear()
 

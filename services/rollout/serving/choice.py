@@ -69,7 +69,7 @@ class Choice:
         return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
 
     def resume(self, begun: Begun) -> None:
-        """Continue from the tokens of another worker, whose text the client already has."""
+        """Continue after the tokens that another worker generated. The client already has their text."""
         for span in begun.spans:
             self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span)
         self._read_one_by_one(self.token_ids)
@@ -89,14 +89,15 @@ class Choice:
         return [*self.prompt_ids, *self.token_ids], sampling
 
     def push(self, token: Token) -> Chunk:
-        """Add a token other than the last one, and return its chunk."""
+        """Add a token that the engine streamed, and return its chunk. Engines do not stream the token that ends a
+        request; ``take`` adds that one."""
         self._add([token.token_id], [token.logprob], token)
         self._top.append(token.top)
         return self._chunk(*self._read_one_by_one(self.token_ids[self._num_sent :]))
 
     def take(self, sample: Sample, before: int) -> None:
-        """Add the tokens of a finished engine request that were not pushed; the request began after ``before`` output
-        tokens."""
+        """Add the tokens of a finished engine request that ``push`` has not added. ``before`` is the number of output
+        tokens that the choice had when the request began."""
         for span in sample.spans:
             start = max(span.start, len(self.token_ids) - before)
             if start < span.end:

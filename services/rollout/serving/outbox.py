@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Collects chunks and sends all that are pending in one message per gateway."""
+    """Collects chunks, and sends to each gateway one message with all its pending chunks."""
 
     def __init__(self, bus: Bus, worker: str) -> None:
         self._bus, self._worker = bus, worker

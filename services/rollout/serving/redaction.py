@@ -29,7 +29,8 @@ Place = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Across:
-    """A match that begins in the prompt and ends in the completion. Without a match, only ``rest`` is not empty.
+    """A match that begins in the prompt and ends in the completion. If there is none, ``rest`` is the whole completion
+    and the other fields are empty.
 
     Attributes:
         in_prompt, in_completion: tokens of the match in either part.
@@ -86,7 +87,8 @@ class RecordRedactor:
         )  # fmt: skip
 
     def _shown(self, prompt_ids: list[int], places: Sequence[Place]) -> str:
-        """Return the text of the prompt with the names of the matches in place of the blank tokens."""
+        """Return the text of the redacted prompt, with the name of each match, in brackets, in place of the matched
+        passage."""
         text, end = "", 0
         for start, stop, name in places:
             text += self._spell(prompt_ids[end:start]) + f"[{name}]"

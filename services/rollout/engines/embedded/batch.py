@@ -151,7 +151,7 @@ class RowBatch(ABC):
         return ended
 
     def written(self, requests: Collection[int]) -> dict[int, Sample]:
-        """Return, by serial number of request, the tokens generated so far, as aborted samples."""
+        """Return the tokens that requests have generated so far, by serial number, as samples with finish 'abort'."""
         rows = enumerate(self._rows.completions)
         return {c.request: self._rows.take(row, "abort").sample for row, c in rows if c.request in requests}
 
@@ -175,15 +175,16 @@ class RowBatch(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the caches, and drop the guard, which refers to the weight slot. No call may follow."""
+        """Release the caches, and drop ``guard``: the function refers to the memory of the served weights, which could
+        not be freed otherwise. No call may follow."""
 
     @abstractmethod
     def _step(self, outcome: Outcome) -> None:
         """Decode one token of the rows that are ready, and record it in ``outcome``."""
 
     def _advance(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Sample the next tokens of the first R rows, whose logits [R, V] ``compute`` returns; return the codes of
-        ``Rows.append``."""
+        """Call ``compute`` for the logits [R, V] of the first R rows, and sample and append the next token of each of
+        these rows. Return the codes of ``Rows.append``."""
         self._check_weights()
         logits_RV = compute()
         how = self._rows.draws(0, len(logits_RV), logits_RV.shape[-1])
@@ -246,7 +247,8 @@ class RowBatch(ABC):
 
 
 class Batch(RowBatch):
-    """Completions that the functional decoder computes together, with their keys and values in static tensors.
+    """``RowBatch`` of a model that Penstock's own forward function (``shared.models.decoder``) can compute, with keys
+    and values in static tensors.
 
     Args:
         record_routes: record the experts of every token of a mixture-of-experts model in ``Sample.experts``.
@@ -335,7 +337,7 @@ class Batch(RowBatch):
         self._cache.release()
 
     def close(self) -> None:
-        """Release the caches and drop the guard; see ``RowBatch``."""
+        """Release the caches and drop ``guard``; see ``RowBatch``."""
         self.guard = None
         self._held.clear()
         self._cache.release()
@@ -422,7 +424,8 @@ class Batch(RowBatch):
         self._move(moved, moved)
 
     def _move(self, moved: Sequence[tuple[int, int]], cached: Sequence[tuple[int, int]]) -> None:
-        """Apply moves (source row, target row): ``moved`` to recorded experts, ``cached`` to keys and values."""
+        """Move the data of rows, given pairs (source row, target row): recorded experts by the pairs ``moved``, keys
+        and values by the pairs ``cached``."""
         if cached:
             source_M, target_M = torch.tensor(cached, device=self._device).T
             own_M = self._rows.length_R[target_M] - self._rows.shared_R[target_M]
@@ -431,7 +434,7 @@ class Batch(RowBatch):
             self._routes.move(*torch.tensor(moved, device=self._device).T)
 
     def _reserve(self, length: int, own: int) -> None:
-        """Make room for rows of up to ``length`` tokens, up to ``own`` of them after a shared prefix."""
+        """Make room for rows of at most ``length`` tokens, of which at most ``own`` follow a shared prefix."""
         self._rows.reserve(length)
         self._cache.reserve(own - 1)  # the last token is not computed
         if self._routes is not None:

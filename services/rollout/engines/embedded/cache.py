@@ -1,4 +1,5 @@
-"""Keys and values of the running sequences, one row of a static tensor each, and of prefixes held for later requests.
+"""Keys and values of the running sequences and of prefixes held for later requests. Each running sequence has one row
+of a static tensor.
 
 A row has the keys and values of its whole sequence, or of what follows a prefix that it shares with other rows.
 Positions are those in the row.
@@ -27,8 +28,8 @@ GROWTH = 64
 
 
 class KVCache:
-    """Keys and values per layer in static tensors [R, K, L, d], whose L grows with the longest row, and the shared
-    prefixes."""
+    """Keys and values of the rows and of the shared prefixes. Each layer stores those of the rows in two static tensors
+    [R, K, L, d]; L grows with the longest row."""
 
     def __init__(self, plan: Plan, *, rows: int, max_length: int) -> None:
         self._plan, self._rows, self._max_length = plan, rows, max_length
@@ -105,8 +106,8 @@ class KVCache:
         return k_RKLd, v_RKLd
 
     def copied(self, row: int, length: int, prefix: Prefix | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Return copies of the keys and values of ``prefix`` and the first ``length`` positions of a row, [K, L, d] per
-        layer."""
+        """Return copies of keys and values, [K, L, d] per layer: those of ``prefix``, followed by those of the first
+        ``length`` positions of a row."""
         keys, values = ([t[row, :, :length].clone() for t in tensors] for tensors in (self._keys, self._values))
         if prefix is None:
             return keys, values

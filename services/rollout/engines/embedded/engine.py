@@ -115,7 +115,8 @@ class EmbeddedEngine:
 
     @property
     def progress(self) -> int:
-        """Number of forward passes since the start: it grows while a step runs whose tokens do not count yet."""
+        """Number of forward passes since the start. A step may take several passes, so this number grows within a step,
+        before the step's tokens are counted."""
         return self._batch.passes
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ class EmbeddedEngine:
             await self._end_copies()
 
     async def _end_copies(self) -> None:
-        """End copies of weights in progress, and wait for their end. Safe to repeat."""
+        """Stop the weight copies that are in progress, and wait until they have stopped. Safe to repeat."""
         copying, cancelled = self._copying, False
         while copying is not None and not copying.done():
             if (update := self._served.update) is not None:
@@ -375,7 +376,7 @@ class EmbeddedEngine:
         return pause_s if frozen_at is None else time.perf_counter() - frozen_at
 
     async def abort_update(self) -> None:
-        """Discard the open update; see ``Engine.abort_update``. Copies to the device end first."""
+        """Stop weight copies that are in progress, then discard the open update; see ``Engine.abort_update``."""
         await self._end_copies()
         if self._served.update is not None:
             await self._close_update(failed=self._served.update.touched)

@@ -32,7 +32,7 @@ SHARED_FROM_ELSEWHERE = 1024
 
 
 def shared_from(device: torch.device) -> int:
-    """Return the minimum number of tokens that a prefix must have to be shared on this device."""
+    """Return the length in tokens from which prefixes are shared on this device."""
     return SHARED_FROM if device.type == "cpu" else SHARED_FROM_ELSEWHERE
 
 
@@ -160,8 +160,8 @@ class PrefixQueries:
         return cls(list(found), index_R, length_R, device) if found else None
 
     def attend(self, layer: int, q_THd: Tensor, out_THd: Tensor, lse_TH: Tensor) -> Tensor:
-        """Return the attention to prefixes and rows, [T, H, d], given the attention to the rows: ``out_THd`` and
-        ``lse_TH``."""
+        """Merge the attention to the shared prefixes into the attention to the rows' own tokens, which is given as
+        ``out_THd`` with its log-sum-exp ``lse_TH``. Return the attention to both, [T, H, d]."""
         place_S = self._place_S
         if place_S is None:
             return merged(out_THd, lse_TH, *self._attend(layer, q_THd))

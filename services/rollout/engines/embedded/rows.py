@@ -56,7 +56,8 @@ class Rows:
     def add(
         self, completions: Sequence[Completion], version: int, weights: str = "", shared: Sequence[int] = ()
     ) -> None:
-        """Append a row for each completion. Tokens of ``begun`` count as output; this engine has not yet sampled any.
+        """Append a row for each completion. If it continues earlier tokens (``Completion.begun``), the row counts these
+        as output, although this engine did not sample them.
 
         Args:
             shared: number of tokens in the prefix of each row; empty: no row has one.
@@ -164,7 +165,8 @@ class Rows:
                 completion.top.append(list(zip(tokens, logprobs, strict=True))[: completion.top_logprobs])
 
     def watched(self, stop: int) -> list[tuple[int, Completion, int]]:
-        """Return (row, completion, number of output tokens) of the rows before ``stop`` to check for stop strings."""
+        """Return the rows, among those before index ``stop``, whose text must be checked for stop strings: (row,
+        completion, number of output tokens)."""
         if not self._features["stop_strings"]:
             return []
         outputs = self.num_outputs()

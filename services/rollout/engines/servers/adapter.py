@@ -59,7 +59,7 @@ class ServerAdapter(EngineAdapter[S, C]):
 
     @abstractmethod
     async def _ask_to_end(self, streams: Sequence[S]) -> None:
-        """Ask the server to end the completions of ``streams``, which are never empty."""
+        """Ask the server to end the completions of ``streams``, of which there is at least one."""
 
     @abstractmethod
     async def _pause(self, *, clear_cache: bool) -> None:

@@ -58,11 +58,12 @@ class ServerStream(Written, ABC):
 
     @abstractmethod
     def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        """Return the weight spans (``version``, ``start``, ``end``) of the final event, () if the server reports none;
-        None: the event is not the final one."""
+        """Return None if ``part`` is not the completion's final event. Otherwise return the event's weight spans (each
+        with ``version``, ``start``, ``end``), or () if the server reports no spans."""
 
     def so_far(self) -> Sample | None:
-        """Return the tokens so far whose weight label is certain, as an aborted sample; None if there are none.
+        """Return the tokens so far whose weight label is certain, as a sample with finish 'abort'; None if there are
+        none.
 
         These tokens arrived before the weights changed for the first time since the request. A later token may have
         been in transit when they changed: until the final event, its label may then name weights that are too new.

@@ -96,7 +96,8 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self._threads)}
 
     def _look_at(self, info: Mapping[str, Any]) -> None:
-        """Check the server information: warn about version and seeds, raise ConfigError if the context is too short."""
+        """Check the server information. Warn if this adapter does not know the server's version, or if the server
+        ignores the seeds that the job sets. Raise ConfigError if the server's context is too short."""
         version = str(info.get("version", "an unknown version")).split("+")[0]
         if version not in KNOWN_VERSIONS:
             logger.warning(
