@@ -170,7 +170,7 @@ class ServingSession:
         return self._serving is not None and bool(self._serving.num_requests)
 
     def status(self) -> dict[str, Any]:
-        """Return this worker's entry for the job, for its heartbeat."""
+        """Return the job's entry in the heartbeat of this worker."""
         oldest, loaded = self._asking.oldest, self._serving is not None
         row: dict[str, Any] = {
             "version": 0 if oldest is None and loaded else -1,
@@ -453,7 +453,7 @@ class RolloutSession:
         return self._tickets.busy or bool(self._serving and self._serving.num_requests)
 
     def status(self) -> dict[str, Any]:
-        """Return this worker's entry for the job, for its heartbeat."""
+        """Return the job's entry in the heartbeat of this worker."""
         engine, policy = self._engine, self._policy
         row = {
             "version": policy.version if policy else -1,
