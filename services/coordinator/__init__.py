@@ -1,1 +1,1 @@
-"""The coordinator: jobs, the ledger, the gate, and the HTTP API."""
+"""The coordinator service: job store, ledger, admission of groups to training, promotion of versions, HTTP API."""

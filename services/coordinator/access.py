@@ -136,7 +136,8 @@ class KeyStore:
         await self._kv.delete(id)
 
     async def secret(self) -> bytes:
-        """Return the 32-byte secret that signs episode keys, created once per deployment."""
+        """Return the 32-byte secret that signs episode keys and feedback tokens. Each deployment creates its secret
+        once."""
         if not self._secret:
             if await self._private.get(SECRET) is None:
                 with contextlib.suppress(Conflict):  # another replica was faster

@@ -49,7 +49,7 @@ class Caller:
     """For the bearer of a feedback token: the only feedback that the bearer may post; ``id`` names the key that created
     the token. None for other callers."""
     models: frozenset[str] | None = None
-    """Names and ids of the only jobs that the caller may reach; None: all."""
+    """Names and ids of the only jobs that the caller may use; None: all."""
     max_weight: float = 1.0
     """Largest weight of the caller's feedback; a larger weight is reduced to this value."""
     name: str = ""
@@ -68,7 +68,7 @@ class Caller:
         return scope in self.scopes or "admin" in self.scopes
 
     def may_use(self, name: str, job: str) -> bool:
-        """Return True if the caller may reach the model ``name`` of job ``job``."""
+        """Return True if the caller may use the model ``name`` of job ``job``."""
         return self.models is None or not self.models.isdisjoint((name, job))
 
 
@@ -146,7 +146,8 @@ class KeyRing:
         return replace(_holder(key), scopes=frozenset(key.scopes))
 
     async def _of_episode(self, text: str) -> Caller:
-        """Return the bearer of an episode key, which stops working when the key that created it does."""
+        """Return the bearer of an episode key. An episode key stops working when the key that created it is revoked or
+        expires."""
         grant = read_episode_key(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this key of an episode was not made here")

@@ -88,7 +88,7 @@ class Deployments:
             raise RetryLater("deployments_full", text, retry_after_s=FULL_RETRY_S)
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
-        """Return the models that ``deploy`` accepts of the ``LISTED`` newest finished jobs, oldest first.
+        """Of the newest finished jobs (at most LISTED), return the models that ``deploy`` accepts, oldest first.
 
         ``models``: names or ids of the jobs to search; None: all jobs.
         """

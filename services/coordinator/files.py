@@ -155,8 +155,8 @@ class FileStore:
             _sync(directory)
 
     def _earlier(self, key: str, record: FileRecord) -> FileRecord | None:
-        """Return the record of the file uploaded with ``key``, or None. Raises Invalid if that file differs from the
-        file of ``record``."""
+        """Return the record of an earlier upload with the Idempotency-Key ``key``, or None. Raises Invalid if that
+        upload was not the same file as the new one, which ``record`` describes."""
         try:
             found = self.find((self._root / KEYS / _digest(key)).read_text()) if key else None
         except (OSError, NotFound):  # never used, or that file is deleted
@@ -279,8 +279,8 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
 
 
 def _archive(source: BinaryIO) -> zipfile.ZipFile:
-    """Open a ZIP archive. Raises ValueError if its central directory is damaged, or is longer than MAX_MODEL_FILES
-    files need."""
+    """Open a ZIP archive. Raises ValueError if its central directory is damaged, or is longer than that of an archive
+    with MAX_MODEL_FILES files can be."""
     source.seek(-min(source.tell(), _LOCATOR_BYTES + _END.size), os.SEEK_END)
     tail = source.read()
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size) or tail.startswith(b"PK\6\7"):

@@ -85,7 +85,8 @@ def route_of(routes: Iterable[AuditedRoute], method: str, path: str) -> tuple[Au
 
 
 class Audited:
-    """ASGI middleware behind ``Guard`` that stores the record of an audited request before its reply starts.
+    """ASGI middleware that stores the record of an audited request before the reply to that request starts. ``Guard``
+    calls it after authentication.
 
     The request has been executed by then. If the record cannot be stored, the reply is sent nevertheless: the process
     log then holds the record at level error, and ``penstock_audit_records_total{outcome="lost"}`` counts it.
@@ -124,7 +125,8 @@ class Audited:
             raise
 
     async def _store(self, request: _Request, status: int, reply: Headers) -> None:
-        """Log the request, and store its record if the caller has the scope of the route."""
+        """Write the request to the process log. Also store its audit record if the caller has the scope of the
+        route."""
         record = request.record(status, reply)
         fields = msgspec.to_builtins(record)
         line = {name: value for name, value in fields.items() if value and name not in ("time", "trace")}

@@ -98,8 +98,8 @@ _RUN: dict[str, Any] = {"response_model": GraderRun, "openapi_extra": body_schem
 @router.post("/v1/graders/validate", **_VALIDATE)
 @router.post("/v1/fine_tuning/alpha/graders/validate", operation_id="validate_grader_as_openai", **_VALIDATE)
 async def validate_grader(request: Request, backend: BackendDep) -> Response:
-    """Check a grader: its template slots and formula, and that a reward worker can open the grader (valid Python,
-    sandbox, API keys)."""
+    """Check a grader: its template slots, its formula, and that a reward worker can load it. For that, its Python code
+    must be valid, and the worker must have the sandbox and the API keys that the grader needs."""
     wanted = await read_model(request, GraderToValidate)
     reply = await backend.graders.grade(wanted.grader, None, {})
     if reply.error:
@@ -111,7 +111,8 @@ async def validate_grader(request: Request, backend: BackendDep) -> Response:
 @router.post("/v1/graders/run", **_RUN)
 @router.post("/v1/fine_tuning/alpha/graders/run", operation_id="run_grader_as_openai", **_RUN)
 async def run_grader(request: Request, backend: BackendDep) -> Response:
-    """Grade one answer in a process of a reward worker, killed after 30 s. The reply flags errors of the grader."""
+    """Grade one answer. A reward worker starts a process for it, and kills the process if grading takes more than 30 s.
+    The reply flags errors of the grader."""
     wanted = await read_model(request, GraderToRun)
     return Json(_run(wanted.grader, await backend.graders.grade(wanted.grader, wanted.model_sample, wanted.item)))
 

@@ -1,4 +1,4 @@
-"""Checks of keys that are restricted to some models, and so reach only the jobs of these models."""
+"""Checks of keys that are restricted to some models, and so may use only the jobs of these models."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def check_name(caller: Caller, name: str) -> None:
 
 
 def no_model(name: str) -> HttpProblem:
-    """Return the error for a model that is unknown or out of the key's reach; the text does not reveal which."""
+    """Return the error for a model that is unknown, or that the key may not use; the text does not reveal which."""
     detail = f"no running job serves a model '{name[:80]}'; GET /v1/models lists those that this key reaches"
     return HttpProblem(404, "model_not_found", detail)
 
 
 async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "") -> None:
-    """Check that the caller's key reaches a job. A key without a restriction to models reaches every job.
+    """Check that the caller's key may use a job. A key without a restriction to models may use every job.
 
     Raises:
-        NotFound: the key does not reach the job (with the text ``missing``), or the job does not exist.
+        NotFound: the key may not use the job (with the text ``missing``), or the job does not exist.
         Unavailable: the job cannot be read.
     """
     if caller.models is not None and not caller.may_use((await backend.jobs.get(job)).name, job):
@@ -34,14 +34,15 @@ async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "
 
 
 async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
-    """Return the ids of the jobs that the caller's key reaches; None if it reaches all. Raises Unavailable."""
+    """Return the ids of the jobs that the caller's key may use; None if it may use all. Raises Unavailable."""
     if caller.models is None:
         return None
     return [entry.id for entry in (await backend.jobs.index()).of_models(caller.models)]
 
 
 def reaches_all(caller: Caller) -> HttpProblem:
-    """Return the error for a key that is restricted to some models and calls a route that concerns all models."""
+    """Return the error (403) for a caller whose key is restricted to some models, and who requests a route that
+    concerns all models. The caller of this function has checked both."""
     detail = f"this key is for some models alone ({_models(caller)}), and the request does not name one of them"
     return HttpProblem(403, "other_model", detail)
 

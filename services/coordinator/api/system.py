@@ -84,7 +84,8 @@ DOCUMENTS = DocumentLimits(
 
 @router.get("/v1/limits", response_model=Limits)
 async def limits(backend: BackendDep) -> Response:
-    """Show limits of the API and guarantees of the deployment (``durability``: failures that accepted jobs survive)."""
+    """Show limits of the API and guarantees of the deployment. ``durability`` says whether an accepted job also
+    survives a crash of the operating system."""
     settings = backend.settings
     own = Limits(
         max_body_bytes=MAX_BODY_BYTES,

@@ -74,8 +74,8 @@ class Eraser:
     """Deletes a user's data from the streams.
 
     Args:
-        forgotten: called before a deletion counts as done, with a sequence of FEEDBACK; it must wait until indexes have
-            read FEEDBACK up to that sequence.
+        forgotten: called before a deletion counts as done, with a stream sequence number of FEEDBACK; it must wait
+            until indexes have read FEEDBACK up to that number.
         archive: archive of older ledger entries.
         released_s: longest time that a deletion waits until its job no longer needs the groups made of the data
             (seconds).
@@ -294,7 +294,8 @@ class Eraser:
     # -- deletion ----------------------------------------------------------------------------------------------------
 
     async def _announce(self, user: str, job: str, mine: Found, time: float) -> int:
-        """Publish that the ids in ``mine`` are deleted; return the sequence of the last message, or 0 without ids."""
+        """Publish that the ids in ``mine`` are deleted; return the stream sequence number of the last message, or 0
+        without ids."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
@@ -304,7 +305,7 @@ class Eraser:
         return last
 
     async def _publish_erasure(self, erasure: Erasure, job: str) -> int:
-        """Publish a deletion to all readers of the job's feedback; return the sequence of the message."""
+        """Publish a deletion to all readers of the job's feedback; return the stream sequence number of the message."""
         return await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
 
     async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
@@ -337,8 +338,8 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Publish ``rest``, the items of other users in the message or dead letter at ``place``, again; then delete the
-        original."""
+        """Publish again the items of other users (``rest``) that the message or dead letter at ``place`` contains; then
+        delete the original."""
         if isinstance(place, Message):  # keeps the order of revisions
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
@@ -359,8 +360,7 @@ class Eraser:
 
 
 def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
-    """Add ``versions``, which a job trained on the user's data, to the versions of the job that ``report`` already
-    names."""
+    """Extend the list of a job's versions in ``report`` by ``versions``, which the job trained on the user's data."""
     if known := {*versions, *report.trained_versions.get(job, ())}:
         report.trained_versions = {**report.trained_versions, job: sorted(known)}
 

@@ -20,7 +20,7 @@ AT_ONCE = 4_096
 
 
 async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) -> None:
-    """Store the ids of items, each with the sequence of its message. Raises Unavailable."""
+    """Store the ids of items, each with the stream sequence number of its message. Raises Unavailable."""
     for start in range(0, len(items), AT_ONCE):
         ids = FeedbackIds.of(items[start : start + AT_ONCE])
         if ids.rows:
@@ -28,8 +28,8 @@ async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) ->
 
 
 async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
-    """Purge the messages of a job below the sequence ``below_seq`` from FEEDBACK; keep the ids of their items, all of
-    which are decided.
+    """Purge the messages of a job below the stream sequence number ``below_seq`` from FEEDBACK; keep the ids of their
+    items, all of which are decided.
 
     Works in chunks. The ids of a chunk are stored before its feedback is removed, or afterwards if the stream has no
     room for them.

@@ -64,7 +64,7 @@ class _Damaged(Exception):  # noqa: N818
 
 @dataclass(slots=True)
 class _Read:
-    """Decoded contents of messages from the three streams."""
+    """Decoded contents of messages from the streams FEEDBACK, DECISIONS and INTERACTIONS."""
 
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     kept: list[tuple[int, Feedback]] = field(default_factory=list)
@@ -151,7 +151,8 @@ class FeedbackIndex:
             await self._write(projection.discard)
 
     async def forget_abandoned(self) -> None:
-        """Delete the indexes of processes that are gone, because no process deletes users' data from them."""
+        """Delete the indexes that processes left when they ended. Otherwise a user's data would stay in them even after
+        its deletion."""
         await self._write(drop_abandoned, self.directory)
 
     def _open(self) -> None:

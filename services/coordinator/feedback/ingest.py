@@ -1,11 +1,12 @@
-"""Group commit: joins items that arrive within a moment into one message, and answers their senders once the message is
-on disk.
+"""Writes items of feedback in batches: joins items that arrive within a moment into one message, and answers their
+senders once the message is on disk.
 
-Each job has one lane. A lane sends its items when the oldest one has waited GATHER_S, or when it is full. At most
-IN_FLIGHT messages of a lane wait for their acknowledgement; meanwhile the next message grows.
+Each job has one lane, a queue of items to send. A lane sends its items when the oldest one has waited GATHER_S, or when
+it is full. At most IN_FLIGHT messages of a lane wait for their acknowledgement; meanwhile the next message grows.
 
-An id that its sender can post again is looked up before it is sent: first among the items of this process that are not
-projected yet, then, for a whole group at once, in the projection.
+If the sender of an item can post its id again, ``Ingest`` looks the id up before it sends the item: first among the
+items of this process that are not in the projection (SQLite tables of stored items) yet, then, for all items of a
+message at once, in the projection.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Reply about a stored item. ``seq`` is the sequence of its message, or None if the message has several parts;
-    ``duplicate`` is True if an earlier request stored the item."""
+    """Reply about a stored item. ``seq`` is the stream sequence number of its message, or None if the message has
+    several parts; ``duplicate`` is True if an earlier request stored the item."""
 
     id: str
     seq: int | None
@@ -79,7 +80,8 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Facts about a stored item: its content hash (``fingerprint``), revision, message sequence and sender."""
+    """Facts about a stored item: its content hash (``fingerprint``), its revision, the stream sequence number of its
+    message, and its sender."""
 
     fingerprint: str
     revision: int
@@ -131,8 +133,9 @@ class _Taken:
                 del self._by[owner]
 
     def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
-        """Return True if a key may add ``more`` items (or bytes) without using the shares of other jobs and keys;
-        ``most`` is the limit for all jobs together."""
+        """Return True if a key may add ``more`` items (or bytes). All jobs together may have ``most``. Of the room that
+        the other jobs leave, a job may use at most MAX_SHARE; of the room that the job's other keys leave, the key may
+        use at most MAX_SHARE."""
         of_job, of_key = self._by[job], self._by[job, key_id]
         room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
         return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
@@ -165,7 +168,8 @@ class Ingest:
         return entry.item
 
     async def add(self, items: Sequence[tuple[Feedback, bool]]) -> list[Stored | PenstockError]:
-        """Store items, each with a flag (sender chose its id); return ``Stored`` for each, or its refusal.
+        """Store items of feedback. Each item comes with a flag, which is True if its sender can post the same id again.
+        For each item return ``Stored``, or the error that refuses it.
 
         Returns once each one is on disk or refused: StreamFull, Unavailable (it may be stored or not), Invalid (the id
         has other content already), TooLarge, RateLimited (too much feedback of the job or key is undecided). A sender
@@ -183,7 +187,8 @@ class Ingest:
         return results
 
     def projected(self, seq: int) -> None:
-        """Stop tracking the items up to the sequence ``seq`` of FEEDBACK, because the projection now contains them."""
+        """Stop tracking the items up to the stream sequence number ``seq`` of FEEDBACK, because the projection now
+        contains them."""
         for place in [place for place in self._unprojected if place <= seq]:
             for entry in self._unprojected.pop(place):
                 self._forget(entry)
@@ -311,7 +316,7 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """Publish a message; return ``(its sequence, upper bound of the sequences of all its parts)``.
+        """Publish a message; return ``(its stream sequence number, upper bound of those of all its parts)``.
 
         The first one is None for a message of several parts.
         """

@@ -42,7 +42,8 @@ _canonical = msgspec.msgpack.Encoder(order="deterministic")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Sender and id of an item; ``chosen``: the sender can post the same id again."""
+    """Sender and id of an item. ``chosen`` is True if the sender chose the id, or the Idempotency-Key that the id is
+    derived from, and so can post the same id again."""
 
     id: str
     key_id: str
@@ -263,8 +264,8 @@ def _fingerprint(item: Feedback) -> str:
 
 
 def _bare(text: str) -> str:
-    """Return the UUID in a posted id, in lower case and without the optional prefix; ``posts`` has checked the
-    format."""
+    """Return the UUID in a posted id, in lower case and without the optional prefix. The module ``posts`` has already
+    checked the format."""
     return text[-UUID_CHARS:].lower()
 
 

@@ -66,7 +66,8 @@ class _Other(NamedTuple):
 
 
 class LiveJobs:
-    """Cache of the online jobs, and of the names of all other jobs, which follows the `jobs` bucket."""
+    """Caches the online jobs and the names of all other jobs. ``run`` keeps this cache up to date from the `jobs`
+    bucket."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store

@@ -47,8 +47,8 @@ class UserDataLineage:
         ordinals: draws whose groups contain the user's data.
         versions: policy versions that were trained on the data, rolled back or not.
         decided: ids in ``others`` that were admitted, or ended without training.
-        low_feedback: sequence in FEEDBACK below which everything is decided.
-        seq: sequence of the newest ledger entry that was read.
+        low_feedback: stream sequence number in FEEDBACK below which everything is decided.
+        seq: stream sequence number of the newest ledger entry that was read.
     """
 
     def __init__(
@@ -66,7 +66,8 @@ class UserDataLineage:
         """Draws made of the user's data or of ``others`` that are in flight or in a sealed batch."""
         self._sealed: dict[int, _Batch] = {}
         self._trained: dict[int, _Batch] = {}
-        """Trained batches that a fork can reopen or a trainer can repeat, because EXPERIENCE still has their groups."""
+        """Trained batches that a rollback can reopen or a trainer can repeat, because EXPERIENCE still has their
+        groups."""
         self._checkpoints: list[int] = []
         self._served = -1
         """Number of the batch that made the served version, in a job with a promotion gate; -1 if there is none."""
@@ -139,8 +140,8 @@ class UserDataLineage:
             self.versions.add(event.version)
 
     def _roll_back(self, event: LineageForked) -> None:
-        """Apply a fork: discard the batches and checkpoints from batch ``event.from_batch`` on, and all sealed batches.
-        Their draws are in flight again if the fork redraws them."""
+        """Apply a rollback: discard the batches and checkpoints from batch ``event.from_batch`` on, and all sealed
+        batches. If ``event.redraw`` is True, the draws of these batches are in flight again."""
         rolled_back = [number for number in self._trained if number >= event.from_batch]
         found = [self._trained.pop(number) for number in rolled_back] + list(self._sealed.values())
         self._sealed.clear()
@@ -166,14 +167,16 @@ class UserDataLineage:
 
 
 class _Batch(NamedTuple):
-    """A batch: the draws in it that a deletion concerns, and the highest EXPERIENCE sequence of its groups."""
+    """A batch: the draws in it that a deletion concerns, and the highest stream sequence number of its groups in
+    EXPERIENCE."""
 
     ordinals: frozenset[int]
     last_seq: int
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:
-    """Return True if the group of an admission contains any of ``interactions`` or ``feedback`` (canonical ids)."""
+    """Return True if the group of an admission contains any of ``interactions`` or ``feedback`` (canonical ids). An
+    admission is the ledger's record that live interactions or feedback became one group for training."""
     names = (*admission.interactions, *admission.context)
     if any((bare_id(name) or name) in interactions for name in names):
         return True
@@ -181,8 +184,8 @@ def is_made_of(admission: Admission, interactions: Container[str], feedback: Con
 
 
 def is_of_user(admission: Admission, user: str, until: float) -> bool:
-    """Return True if an admission was made by ``until`` (Unix seconds) and trains on a conversation of ``user`` (a
-    pseudonym)."""
+    """Return True if an admission dates from ``until`` (Unix seconds) or earlier, and its group contains a conversation
+    of ``user`` (a pseudonym)."""
     return admission.time <= until and user in (admission.user, *admission.users)
 
 

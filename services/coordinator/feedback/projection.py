@@ -36,10 +36,10 @@ CHUNK = 256
 """Maximum number of ids in one query."""
 
 Place = tuple[str, str, int]
-"""``(stream, its creation time, sequence up to which it was read)``."""
+"""``(stream, its creation time, stream sequence number up to which it was read)``."""
 Target = tuple[str, str, int]
-"""Target of feedback: (interaction, its episode or '' if that is no UUID, its message sequence), or (episode, '',
-0)."""
+"""Target of feedback: (interaction, its episode or '' if that is no UUID, stream sequence number of its message), or
+(episode, '', 0)."""
 
 CACHE = "cache_size = -65536"
 """Page cache of 64 MiB. Ids are random, so every item touches another page: with 2 MiB, half as many items per second
@@ -138,7 +138,8 @@ _DELETE = f"DELETE FROM {{}} WHERE id IN (SELECT {_columns(1)} FROM json_each(?1
 
 
 def open_projection(directory: Path) -> Projection:
-    """Open the first database file in the directory that no other process holds; rebuild the file if it is damaged."""
+    """In ``directory``, find the first database file that no other process has locked, lock it and open it. Rebuild the
+    file if it is damaged."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(MAX_FILES):
         lock = (directory / f"feedback-{number}.lock").open("wb")
@@ -158,7 +159,8 @@ def open_projection(directory: Path) -> Projection:
 
 
 def drop_abandoned(directory: Path) -> None:
-    """Delete the database files that no process holds: no process would delete users' data from them."""
+    """Delete the database files that no process has locked. Their processes have ended, so a user's data would stay in
+    these files even after its deletion."""
     for path in directory.glob("feedback-*.sqlite"):
         with path.with_suffix(".lock").open("wb") as lock:
             try:
@@ -258,7 +260,7 @@ class Projection:
         """Write the contents of messages, and the positions up to which streams are now read, in one transaction.
 
         Args:
-            posts: items of feedback, each with the sequence of its message.
+            posts: items of feedback, each with the stream sequence number of its message.
             places: new position in each stream.
             decided: statuses of interactions, each with its job.
             kept: like ``posts``, for items of which only the ids are still stored.

@@ -102,7 +102,8 @@ class FeedbackService:
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Keep index, jobs, consents and shares up to date until cancelled."""
+        """Keep up to date, until cancelled: the index, the known jobs, the users' consents, and the space in FEEDBACK
+        that each job and key uses."""
         await self._load()
         async with asyncio.TaskGroup() as tasks:
             for part in (self.jobs, self.index, self.consents, self.shares):

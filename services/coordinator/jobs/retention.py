@@ -30,7 +30,8 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
 def oldest_finished(
     jobs: Iterable[JobEntry], counts: Mapping[str, int], stream: str = subjects.EXPERIENCE
 ) -> str | None:
-    """Return the finished job created first that still has messages in a stream; ``counts``: messages by subject."""
+    """Of the finished jobs that still have messages in ``stream``, return the id of the one that was created first, or
+    None. ``counts`` has the number of messages by subject."""
     for job in sorted(jobs, key=lambda job: job.id):
         subject = GIVEN_UP[stream](job.id)
         if job.finished and any(counts.get(s, 0) for s in (subject, part_subject(subject))):
@@ -51,7 +52,8 @@ def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
 
 
 def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: int) -> None:
-    """Refuse a job if the stream EXPERIENCE cannot hold its byte budget and those of all running jobs.
+    """Refuse a job if the stream EXPERIENCE has no room for the byte budgets of the job and of all running jobs
+    together.
 
     Raises:
         ConfigError: the budget does not fit; the message has the numbers.

@@ -160,7 +160,8 @@ class DesiredState:
         return not run.has_room and run.source.redraws and not ends and dead_letter not in run.state.replayed
 
     def inputs(self, run: JobRun, before: Inputs) -> Inputs:
-        """Return ``before`` with the user's current requests, except a rollback that ``run`` cannot carry out."""
+        """Return ``before``, the inputs of the run's next decision, with the user's current requests filled in. Leave
+        out a rollback that ``run`` cannot carry out."""
         asked = [one for one in self._pending("rollback") if one.id not in run.failed_rollbacks][:1]
         found = [Rollback(int(one.args["checkpoint"]), "by request", one.id) for one in asked]
         possible = [one for one in found if not flaw_of_rollback(run.state, one.number)]

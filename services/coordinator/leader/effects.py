@@ -51,7 +51,7 @@ ASK_AGAIN_S = 2.0
 TICKETS_AT_ONCE = 500
 """Number of tickets per atomic publish."""
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
-"""Headers of a dead letter: stream and sequence of the message that it copies."""
+"""Headers of a dead letter: stream and stream sequence number of the message that it copies."""
 ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
 DEAD_HEADERS = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
 """Headers that only a dead letter has."""
@@ -66,8 +66,8 @@ class EffectPublisher:
         self.retry = retry or Retry(job)
 
     async def publish(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
-        """Publish the effects of committed events. ``order`` requests groups for new draws; by default, each new draw
-        gets a ticket."""
+        """Publish the effects of committed events. The callback ``order`` requests groups for new draws (prompts to
+        sample). By default, this method publishes a ticket for each new draw."""
         for number in effects.announce:
             await self._announce(run, number)
         await self.delete(effects.delete)  # first: the replacement may need as much space
@@ -100,8 +100,8 @@ class EffectPublisher:
             await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
 
     async def publish_again(self, run: JobRun, draws: Sequence[Draw], seq: int) -> None:
-        """Publish new tickets for those of ``draws`` that still wait for a group, because a leaving worker returned
-        their old tickets.
+        """Publish new tickets for ``draws``, whose old tickets a leaving worker returned. Skip draws that no longer
+        wait for a group.
 
         A new ticket has all its deliveries left, because a worker that leaves is no failure. ``seq``: sequence number
         of the old ticket in TICKETS; with it, a repeated call stores no second copy.
@@ -144,7 +144,8 @@ class EffectPublisher:
                 logger.debug("message %d of %s was not deleted: %s", seq, stream, error)
 
     async def copy_to_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
-        """Copy a payload to the stream DEAD before it is deleted; return the number of messages of the payload.
+        """Copy a payload to the stream DEAD, and return the number of messages of the payload. The original stays until
+        the caller deletes it.
 
         If a wrong header names too many messages, those of other payloads are left out. Safe to repeat, also if the
         payload is gone. Waits while the bus is away. If DEAD is full, the copy is lost, an error is logged, and the job

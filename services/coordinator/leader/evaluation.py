@@ -86,7 +86,8 @@ class Scores:
                 self.sampled[prompt].append(reward)
 
     def values(self, config: Measured, held_out: Sequence[SourceSummary]) -> dict[str, float]:
-        """Return `eval/greedy`, `eval/avg@k`, `eval/pass@k` over prompts; a reward >= 1 counts as correct.
+        """Return the mean rewards of greedy and of sampled completions (`eval/greedy`, `eval/avg@k`), and the mean of
+        pass@k over prompts (`eval/pass@k`). A reward >= 1 counts as correct.
 
         For episodes return `eval/return`, `eval/success` and `eval/length`, means over reset ids.
 
@@ -184,8 +185,9 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Return True while the evaluation in progress lacks results and its deadline has not passed; record when a
-        ready batch begins to wait for it.
+        """Return True while the evaluation in progress lacks results and its deadline has not passed. If a batch is
+        ready meanwhile, store ``now`` as the time since which a batch has waited for this evaluation, unless such a
+        time is stored already.
 
         ``batch_ready``: True if a batch could be sealed, were it not for this evaluation.
         """

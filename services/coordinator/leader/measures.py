@@ -91,16 +91,16 @@ class Measures:
         self._far_updates = 0
 
     def _is_known(self, state: LedgerState) -> bool:
-        """Return True if the promotion gate needs no evaluation of the newest version: no gate compares versions, or
-        the version is already served and its reward is known."""
+        """Return True if the promotion gate needs no evaluation of the newest version. That is so if the job has no
+        gate that compares versions, or if the newest version is already served and its reward is known."""
         if self.gate is None or not self._compares:
             return True
         served = state.promoted
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """Return True if ``row`` evaluates a version that a rollback has replaced by a version that needs an evaluation
-        of its own."""
+        """Return True if a rollback has since replaced the version that ``row`` evaluates. The new version has as many
+        updates, but needs an evaluation of its own."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 

@@ -1,4 +1,4 @@
-"""Writes a job's metric rows, events, policy clock and status record, off the critical path."""
+"""Writes a job's metric rows, events, status record and policy clock (its newest policy version) in the background."""
 
 from __future__ import annotations
 

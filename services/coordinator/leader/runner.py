@@ -112,7 +112,8 @@ class JobRunner:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def lead(self) -> None:
-        """Recover from the ledger and the stream, then decide until the job is finished."""
+        """Restore the run from the ledger and the stream EXPERIENCE, then make the run's decisions until the job is
+        finished."""
         try:
             await self._recover()
         except DataError as error:
@@ -534,8 +535,8 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> bool:
-        """Queue the status, or return False if the last status is less than TICK_S old, because counting open draws
-        takes time."""
+        """Queue the job's status and return True. Without ``force``, do so at most once every TICK_S seconds, because
+        counting open draws takes time; return False if it is too early."""
         if not force and time.monotonic() - self._reported < TICK_S:
             return False
         self._reported = time.monotonic()

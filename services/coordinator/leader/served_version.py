@@ -39,8 +39,8 @@ class _Announced:
 
 
 class ServedVersionPublisher:
-    """Publishes the promoted versions of one job to the engines. Watches the manifests of the candidates and of the
-    served version.
+    """Publishes the promoted versions of one job to the engines. Watches two manifests: that of the newest candidate, a
+    trained version that may be promoted, and that of the served version.
 
     Served versions only rise, in the ledger and in the bucket. If an earlier leader or trainer writes an older version,
     this leader sees it and replaces it.
@@ -70,8 +70,8 @@ class ServedVersionPublisher:
                 await asyncio.sleep(POLL_S)
 
     async def _watch(self) -> None:
-        """Watch the manifests of the served version and of the candidates. One watch covers both keys, because the
-        candidates' key lies below the key of the served version."""
+        """Watch the manifests of the served version and of the newest candidate version. One watch covers both keys,
+        because the candidate's key lies below the key of the served version."""
         async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
             async for entry in entries:
                 announced = (
@@ -85,8 +85,8 @@ class ServedVersionPublisher:
                 self._take_served()
 
     def _take_served(self) -> None:
-        """Keep the newest trainer's manifest of the promoted version, because later candidates replace it in the
-        bucket."""
+        """Keep the manifest of the promoted version, because later candidates replace it in the bucket. If several
+        trainers wrote one, keep that of the newest trainer."""
         promoted = self._promoted()
         known = (self._candidate, self._standing, self._served)
         fitting = [one for one in known if one is not None and promoted is not None and one.version == promoted.version]

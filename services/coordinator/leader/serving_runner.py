@@ -53,7 +53,8 @@ class ServingRunner(LedgerlessRunner):
         return {worker: entry for worker, entry in found.items() if entry}
 
     def _update_activity(self, clock: float) -> None:
-        """Record from heartbeats if a worker serves the model, and when the last request was seen."""
+        """Read from the workers' heartbeats whether a worker serves the model by now, and update the time of the last
+        activity: a request, new tokens, or the start of serving."""
         entries = self._entries(clock)
         tokens = {worker: int(entry.get("generated_tokens", 0)) for worker, entry in entries.items()}
         serves = any(int(entry.get("version", -1)) >= 0 for entry in entries.values())

@@ -136,9 +136,9 @@ def start_of(run: JobRun, inputs: Inputs) -> dict[str, Any]:
 
 
 def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
-    """Return alternatives for a trainer that cannot read ``checkpoint``. ``older``: earlier checkpoints, newest first,
-    after which every batch can be repeated. ``earlier``: rows of the batches from the oldest of these checkpoints up to
-    ``checkpoint``."""
+    """Return alternatives for a trainer that cannot read ``checkpoint``. ``older``: earlier checkpoints from which the
+    trainer can repeat every later batch, newest checkpoint first. ``earlier``: rows of the batches after the oldest of
+    these checkpoints, up to ``checkpoint``."""
     if checkpoint is None:
         return {}
     found: list[Checkpointed] = []

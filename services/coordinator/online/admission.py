@@ -1,10 +1,10 @@
-"""Decides whether an interaction is trained, for which loss and with which reward. Pure and deterministic.
+"""Decides whether the job trains on an interaction, with which loss and which reward. Pure and deterministic.
 
 ``admit`` decides on an interaction that the gateway served, ``admit_posted`` on one that another system served and a
 client posted:
 
 ==========================================  =============================================================
-the client posts tokens with                loss that trains them
+the client posts tokens with                loss that uses them
 ==========================================  =============================================================
 log-probs, a version within the lag bound   policy loss (`posted`); a worker recomputes a sample of them
 no log-probs, a version still held          policy loss, log-probs computed under that version (`rescored`):
@@ -147,8 +147,8 @@ def admit(
 
 
 def _imitated(interaction: Interaction, reward: float | None, denied: str, job: OnlineJob, *, source: str) -> Decision:
-    """Decide on an answer that the policy loss may not use: the supervised loss trains it if it is valid and has
-    feedback or credit; otherwise it is rejected."""
+    """Decide on an answer that the policy loss may not use. Once the reward is known, choose the supervised loss if the
+    answer is valid and has feedback or credit; otherwise reject the answer."""
     if reward is None:
         return Decision("wait", "feedback")
     if not source or is_invalid(interaction, job):
@@ -159,7 +159,8 @@ def _imitated(interaction: Interaction, reward: float | None, denied: str, job: 
 def _refused(
     interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, has_feedback: bool
 ) -> Decision:
-    """Reject an interaction; if a canary trial compares versions by its reward, first wait for the reward."""
+    """Reject an interaction. If a canary trial needs the reward of this interaction to compare versions, wait for the
+    reward first."""
     if reason != CANARY and (reason != STALE or job.online.canary is None):
         return Decision("reject", reason, reward or 0.0)
     if reward is None:
@@ -190,8 +191,8 @@ def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
 
 
 def lag_of(interaction: Interaction, version: int) -> int:
-    """Return the lag of an interaction: ``version``, from which an update starts, minus the version of the oldest
-    token."""
+    """Return the lag of an interaction: by how many versions its oldest token is behind ``version``, the version from
+    which the next update starts."""
     return version - min(span.version for span in interaction.spans)
 
 
@@ -275,14 +276,14 @@ def is_far_off(value: bool | float | str | None, metric: MetricConfig) -> bool:
 def arrival_order(item: Feedback) -> tuple[int, float, int, str]:
     """Return the sort key that puts the newest feedback last.
 
-    Messages are ordered by their sequence, because the clocks of coordinators differ; items of one message by the clock
-    of the coordinator that received them.
+    Messages are ordered by their stream sequence number, because the clocks of coordinators differ; items of one
+    message by the clock of the coordinator that received them.
     """
     return item.seq, item.received, item.revision, item.id
 
 
 def counted_feedback(items: Iterable[Feedback], online: OnlineConfig) -> dict[tuple[str, Level], list[Feedback]]:
-    """Return the newest item of each source (API key), grouped by metric and level.
+    """For each metric and level, return the newest item of each source (API key).
 
     An item without weight does not count, but it replaces the earlier items of its source.
     """
@@ -337,7 +338,7 @@ it."""
 
 
 class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of a posted interaction, without its tokens, that decide which loss trains it."""
+    """Properties of a posted interaction, without its tokens, that decide which loss may use it."""
 
     version: int | None
     num_prompt: int
@@ -426,7 +427,7 @@ def admit_posted_for(
 
 
 def _rule(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> tuple[str, str]:
-    """Return ``(rule by which the policy loss trains a post, '')``, or ``('', reason why the loss must not train
+    """Return ``(rule by which the policy loss uses a post, '')``, or ``('', reason why the policy loss must not use
     it)``."""
     posted, known = job.online.posted, facts.version is not None
     checks = {

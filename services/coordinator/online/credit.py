@@ -105,8 +105,8 @@ class _PrefixNode:
             self.far = earlier.far.far
 
     def before(self, place: int) -> _PrefixNode:
-        """Return the node of the longest prefix of this text (the whole text included) whose lowest position is below
-        ``place``."""
+        """Among the nodes of this text and of its prefixes, return the one with the longest text that has a
+        position below ``place``."""
         text = self
         while text.places[0] >= place:
             text = text.far if text.far.places[0] >= place else text.earlier
@@ -199,8 +199,8 @@ def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
 
 
 def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
-    """Return, for each turn, the earlier turn whose prompt and answer together are the longest prefix of its prompt, or
-    ``ROOT``."""
+    """For each turn T, return the position of the earlier turn whose prompt and answer together are the longest prefix
+    of T's prompt; ``ROOT`` if there is none."""
     wholes = [(one.full, place) for place, one in enumerate(turns) if one.full]
     found = longest_earlier_prefix(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
     return [found[place][1] if place in found else ROOT for place in range(len(turns))]
@@ -231,7 +231,8 @@ def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dic
 
 
 def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
-    """Split a prompt into the tokens before its header and the header, which consists of the last ``header`` tokens."""
+    """Split a prompt before its last ``header`` tokens; return both parts. These last tokens are the header, which a
+    chat template puts before an answer."""
     end = max(0, len(prompt) - header * TOKEN_BYTES)
     return prompt[:end], prompt[end:]
 
@@ -242,8 +243,8 @@ def branch_ends(parents: Sequence[int]) -> set[int]:
 
 
 def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
-    """Return a share for each part of an episode, such that the sum of all parts times their shares is the mean of all
-    branches.
+    """Return a weight (share) for each part of an episode. If the value of each part is multiplied by its share, the
+    sum over all parts equals the mean, over the branches, of the sum of values along a branch.
 
     A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
     ``lengths`` (tokens of each part) a branch is the mean over its tokens instead of their sum: the share is ``sum over
@@ -264,7 +265,7 @@ def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) 
 def returns(
     rewards: Sequence[float], gamma: float, tree: TurnTree | None = None, counts: Sequence[bool] = ()
 ) -> list[float]:
-    """Return the return of each turn: its own reward plus ``gamma`` times the mean return of its children.
+    """Compute the return of each turn: its own reward plus ``gamma`` times the mean return of its children.
 
     In a chain, where each turn has one child, this is the discounted sum of the rewards from the turn on.
 
@@ -285,11 +286,8 @@ def returns(
 
 
 def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple[int, bool]:
-    """Return a turn's nearest ancestor in ``among``, and True if the turn extends this ancestor; ``(ROOT, False)`` if
-    ``among`` contains no ancestor.
-
-    The turn extends an ancestor if its prompt begins with all tokens of the ancestor.
-    """
+    """Return a turn's nearest ancestor in ``among``, and True if the turn's prompt begins with all tokens of this
+    ancestor. Return ``(ROOT, False)`` if ``among`` contains no ancestor."""
     extends = tree.extends[place]
     above = tree.parents[place]
     while above != ROOT and above not in among:

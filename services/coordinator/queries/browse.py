@@ -164,7 +164,7 @@ class VideoBrowser:
         self._bus, self._store = bus, store
 
     async def rows(self, job: str) -> list[Row]:
-        """Return the videos of held-out episodes, by policy version and reset id. Raises NotFound: unknown job.
+        """Return the videos of held-out episodes, sorted by policy version and reset id. Raises NotFound: unknown job.
 
         A row has ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error``
         (why there is no video) and ``href``.

@@ -120,8 +120,9 @@ def _without_escapes(text: bytes) -> bytes:
 
 
 def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
-    """Return a mask of the bytes of ``piece`` that lie outside of strings, these bytes as an array, and ``is_inside``
-    for the next piece (1 if ``piece`` ends inside a string)."""
+    """Return ``(outside, codes, is_inside)`` for ``piece``, a part of a JSON text. ``codes`` has the bytes of
+    ``piece``, ``outside`` is True for each byte outside of strings, and ``is_inside`` is 1 if ``piece`` ends inside a
+    string. Pass this ``is_inside`` with the next piece."""
     codes = np.frombuffer(piece, np.uint8)
     inside = (np.cumsum(codes == _QUOTE, dtype=np.uint8) + is_inside) & 1
     return inside == 0, codes, int(inside[-1]) if len(piece) else is_inside

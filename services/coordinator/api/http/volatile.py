@@ -41,7 +41,7 @@ class Volatile:
         return self.client is not None
 
     async def answers(self) -> bool:
-        """Ping Redis, unless the circuit breaker is open; return True if Redis answered its latest call."""
+        """Ping Redis and return True if it answers. While the circuit breaker is open, return False without a ping."""
         with contextlib.suppress(Unavailable):
             await self.call(lambda client: client.ping())
         return not self._away

@@ -24,7 +24,8 @@ DeadLetterId = Annotated[int, Path(ge=1, le=_SEQ_MAX, description="As the list s
 
 
 class DeadLetterRow(BaseModel):
-    """A dead letter: its source stream, number of delivery attempts, reason, and the draw to which it belongs."""
+    """A dead letter: its source stream, number of delivery attempts, reason, and draw (one prompt taken for training)
+    if it belongs to one."""
 
     id: int
     time: float
@@ -36,7 +37,8 @@ class DeadLetterRow(BaseModel):
 
 
 class DeadLetter(DeadLetterRow):
-    """A dead letter with its headers and content: a decoded ticket, or the first bytes of any other message."""
+    """A dead letter with its headers and content. The content of a ticket (a request to a rollout worker) is decoded;
+    for any other message, the content is its first bytes."""
 
     nbytes: int
     headers: dict[str, str]

@@ -172,8 +172,8 @@ async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
-    """Raise HttpProblem (403) if the key does not allow the name of a new job, or the job whose checkpoint the new job
-    starts from."""
+    """Raise HttpProblem (403) if the key is restricted to some models, and these lack the new job's name or the job
+    whose checkpoint the new job starts from."""
     if caller.models is None:
         return
     check_name(caller, spec.name)
@@ -183,7 +183,8 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
 
 
 async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
-    """Check that the caller's key reaches the job whose checkpoint ``path`` names. Any other ``path`` passes.
+    """Check that the caller's key may use the job whose checkpoint ``path`` names. Accept a ``path`` that names no
+    job's checkpoint.
 
     Raises:
         HttpProblem: 403 the key is for other models than that of the checkpoint's job.

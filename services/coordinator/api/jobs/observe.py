@@ -241,7 +241,8 @@ async def samples(
 
 @router.get("/videos", response_model=RowList, dependencies=READ)
 async def videos(job: JobId, backend: BackendDep) -> Response:
-    """List videos of held-out episodes, by policy version and reset id.
+    """List videos of held-out episodes, sorted by policy version and then by reset id, the number that determines
+    everything random in an episode.
 
     All jobs share the store, which deletes its oldest videos when it is full.
     """
@@ -331,7 +332,8 @@ async def logs(
     openapi_extra=body_schema(ReplayRequest, required=False),
 )
 async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
-    """Train sealed batches again from a checkpoint, and compare the results; each line of the reply is a JSON row."""
+    """Train again, from a checkpoint, batches that the ledger recorded, and compare the resulting weights with the
+    recorded digests. Each line of the reply is a JSON row."""
     body = await read_model(request, ReplayRequest)
     await backend.jobs.get(job)
     rows = backend.diagnosis.replay(job, **body.model_dump())

@@ -40,7 +40,8 @@ class RollbackTo(BaseModel):
 
 
 class Trial(BaseModel):
-    """A canary version: share of the conversations, start (Unix seconds), and feedback on it and the served version."""
+    """Trial of a canary version: its share of the conversations, its start and latest end (Unix seconds), and the
+    feedback on both the canary version and the served version."""
 
     version: int
     served_version: int

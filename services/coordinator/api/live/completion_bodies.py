@@ -189,8 +189,8 @@ class CompletionBody(_Body):
 
 
 def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, str], key_id: str) -> InferenceRequest:
-    """Return the request for a rollout worker, without the fields that the gateway adds later: ids, the gateway's
-    address, and the episode.
+    """Return the request for a rollout worker. The live gateway, which sends it, fills in other fields later, such as
+    the ids of the answers, the gateway's own id, and the episode.
 
     Raises:
         HttpProblem: 400 a field has an unsupported value.

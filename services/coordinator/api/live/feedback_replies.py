@@ -61,7 +61,7 @@ class BatchReply(BaseModel):
 
 
 class Trained(BaseModel):
-    """The batch that trained an item, and the resulting version."""
+    """The update (``step``) that trained on an item, and the policy version that it produced."""
 
     step: int
     version: int
@@ -88,8 +88,8 @@ class FeedbackStatusReply(BaseModel):
 
 
 class FunnelRow(BaseModel):
-    """Number of items that have this metric (for items without a metric: this kind), this source (the key that posted
-    them) and this status."""
+    """Number of items with the same metric, source and status. The source is the key that posted the items. For items
+    without a metric, ``metric`` is their kind."""
 
     metric: str
     source: str
@@ -107,8 +107,7 @@ class OutcomeRow(BaseModel):
 
 
 class Funnel(BaseModel):
-    """Counts of a job's feedback by metric (by kind for items without a metric), source (the key that posted the items)
-    and status.
+    """Counts of a job's feedback by metric, source and status; see ``FunnelRow``.
 
     ``interactions`` counts the decisions on the interactions themselves, including those without feedback.
     """

@@ -112,7 +112,8 @@ def bound_post(post: Any, caller: Caller) -> Any:
 
 
 def once(found: Row | HttpProblem, caller: Caller) -> Row | HttpProblem:
-    """Return ``found``, the receipt or refusal of a post, or a 409 if the sender's token was used before."""
+    """Return ``found``, which is the receipt or the refusal of a post. If the sender's token was used before, return an
+    HttpProblem (409) instead."""
     if caller.token is None:
         return found
     again = found.code == "feedback_id_reused" if isinstance(found, HttpProblem) else bool(found["duplicate"])

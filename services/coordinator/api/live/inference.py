@@ -102,7 +102,7 @@ class Completion(BaseModel):
 
 
 class Trained(BaseModel):
-    """The update (``step``) that trained an interaction, and the resulting version."""
+    """The update (``step``) that trained on an interaction, and the policy version that it produced."""
 
     step: int
     version: int
@@ -324,8 +324,7 @@ def serving_of(backend: Backend) -> Gateway:
 
 
 def served_of(backend: Backend, model: str, caller: Caller) -> Served:
-    """Return a model by the name or id of its job. Raises HttpProblem: 404 no such model, or the key does not reach
-    it."""
+    """Return a model by the name or id of its job. Raises HttpProblem: 404 no such model, or the key may not use it."""
     try:
         served = serving_of(backend).find(model)
     except NotFound:
@@ -336,7 +335,7 @@ def served_of(backend: Backend, model: str, caller: Caller) -> Served:
 
 
 def _may_use(caller: Caller, served: Served) -> bool:
-    """Return True if a key reaches a model, or the job whose checkpoint the model serves."""
+    """Return True if the caller's key may use the model, or may use the job whose checkpoint the model serves."""
     origin = served.origin
     return caller.may_use(served.name, served.job) or (origin is not None and caller.may_use(origin.name, origin.job))
 
@@ -349,12 +348,12 @@ async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelO
     """Return the checkpoint that a ``model`` of the form `job:NAME@final` names.
 
     Raises:
-        HttpProblem: 404 there is no such checkpoint, or the key does not reach it.
+        HttpProblem: 404 there is no such checkpoint, or the key may not use it.
     """
     try:
         origin = await backend.deployments.find(model)
     except (NotFound, ConfigError) as error:
-        if caller.models is not None:  # the reason could reveal jobs that the key does not reach
+        if caller.models is not None:  # the reason could reveal jobs that the key may not use
             raise no_model(model) from None
         raise HttpProblem(404, "model_not_found", str(error)) from None
     if not caller.may_use(origin.name, origin.job):

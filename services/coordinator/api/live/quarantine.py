@@ -64,7 +64,7 @@ class HeldList(BaseModel):
 
 
 class Verdict(BaseModel):
-    """Decision on a quarantined item, which is stored on disk."""
+    """Reply to a decision on a quarantined item. The decision is on disk when the client gets this reply."""
 
     feedback_id: str
     verdict: Literal["release", "drop"]
@@ -76,7 +76,7 @@ class Verdict(BaseModel):
 async def list_all_held(
     job: SomeJob, caller: AdminOfAll, backend: BackendDep, after: After = "", limit: Limit = 20
 ) -> Response:
-    """List the quarantined feedback of all jobs that the key reaches."""
+    """List the quarantined feedback of all jobs that the key may use."""
     if not job:
         return await _page(_quarantine(backend), await jobs_of(backend, caller), after, limit)
     await check_job(backend, caller, job)
@@ -137,7 +137,7 @@ async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: i
 
 
 async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
-    """Return the id of an item's job. Raises NotFound: no such item, or the key does not reach the model of the job."""
+    """Return the id of an item's job. Raises NotFound: no such item, or the key may not use the model of the job."""
     job: str = (await _feedback(backend).status_of(item))["job"]
     await check_job(backend, caller, job, f"no feedback '{bare_id(item) or item[:80]}' was accepted here")
     return job
