@@ -18,8 +18,8 @@ __all__ = ["AuditLog", "KeyStore"]
 
 SECRET = "episode-keys"
 BLOCK = 10_000
-"""Size of the largest block (in sequence numbers) that ``AuditLog.page`` reads at a time to return the newest records
-first."""
+"""Size of the largest block (in stream sequence numbers) that ``AuditLog.page`` reads at a time to return the newest
+records first."""
 APPEND_S = 2.0
 """Deadline for storing one audit record (seconds), about as long as a fail-over of the bus. The response to a request
 waits until the request's record is stored."""
@@ -39,13 +39,13 @@ class AuditLog:
     async def page(
         self, *, key: str, job: str, since: float | None, after: int | None, limit: int, newest_first: bool
     ) -> list[tuple[int, AuditRecord]]:
-        """Return at most ``limit`` records, each with its sequence number, oldest or newest first.
+        """Return at most ``limit`` records, each with its stream sequence number, oldest or newest first.
 
         Args:
             key: only requests made with the key of this id ('': with any key).
             job: only requests about the job with this id ('': also requests about other jobs or none).
             since: only records stored at this time or later (Unix seconds).
-            after: only records that follow this sequence number in the order of the page (None: from its start).
+            after: only records that follow this stream sequence number in the order of the page (None: from its start).
         """
         subject = subjects.audits(key, job)
         first = 1 if since is None else await self._first_since(since)
@@ -56,7 +56,7 @@ class AuditLog:
         return [(message.seq, decode_record(message.data)) for message in messages]
 
     async def _oldest(self, subject: str, first: int, limit: int) -> list[Message]:
-        """Return at most ``limit`` messages, oldest first, from the sequence number ``first`` on."""
+        """Return at most ``limit`` messages, oldest first, from the stream sequence number ``first`` on."""
         found: list[Message] = []
         async with contextlib.aclosing(self._bus.scan(subjects.AUDIT, subject, start_seq=first)) as messages:
             async for message in messages:
@@ -66,7 +66,8 @@ class AuditLog:
         return found
 
     async def _newest(self, subject: str, first: int, before: int | None, limit: int) -> list[Message]:
-        """Return at most ``limit`` messages with sequence numbers from ``first`` to below ``before``, newest first.
+        """Return at most ``limit`` messages with stream sequence numbers from ``first`` to below ``before``, newest
+        first.
 
         The server reads streams forwards only, so this reads blocks of growing size, the newest block first.
         """
@@ -83,9 +84,10 @@ class AuditLog:
         return found[:limit]
 
     async def _first_since(self, since: float) -> int:
-        """Return the sequence of the first record stored at the time ``since`` or later.
+        """Return the stream sequence number of the first record stored at the time ``since`` or later.
 
-        Binary search works because times rise with the sequence, and the stream deletes only its oldest records.
+        Binary search works because times rise with the stream sequence number, and the stream deletes only its oldest
+        records.
         """
         state = await self._bus.stream_state(subjects.AUDIT)
         low, high = max(1, state.first_seq), state.last_seq + 1

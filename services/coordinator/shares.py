@@ -30,7 +30,7 @@ POLL_S = 5.0
 KEY_SHARE = 0.95
 """Largest fraction that one key may use of a job's space, without the space that the job's other keys use."""
 PLACES = 1024
-"""Bytes are counted per range of this many consecutive sequence numbers of a stream."""
+"""Bytes are counted per range of this many consecutive stream sequence numbers."""
 LOOKED_AT = 0.25
 """Share of the stream FEEDBACK. For a job that uses more than this share, the oldest remaining message is looked up
 regularly, so that messages that the stream has removed are no longer counted."""

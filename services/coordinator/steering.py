@@ -197,8 +197,8 @@ def _check_extension(record: JobRecord, state: LedgerState, max_updates: int, da
 
 
 def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> str:
-    """Return why a job would end again as soon as it is extended. Return '' if it would continue, because it had
-    reached its maximum number of updates or a user had cancelled it."""
+    """Return the reason why a job would end again as soon as it is extended. Return '' for a job that ended only
+    because it had reached its maximum number of updates or a user had cancelled it: such a job continues."""
     limit_s, begun = config.limits.timeout_s, record.created_at.timestamp()
     if limit_s is not None and bus_time() - begun > limit_s:
         return f"limits.timeout_s ({limit_s:g}) is over"

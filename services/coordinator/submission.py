@@ -508,8 +508,8 @@ def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> 
 
 
 def beginning_note(spec: TextJob) -> list[str]:
-    """Return a note that tells the user with which token prompts of plain text begin, if the job file leaves this to
-    the tokenizer, and the tokenizer's files are on this host. Otherwise return [].
+    """Return a note on the special token, if any, that the tokenizer puts before plain-text prompts. Return [] if the
+    job file does not leave this to the tokenizer, or if the tokenizer's files are not on this host.
 
     The post-processor in the tokenizer's file decides, as it does in the library with which workers load the tokenizer.
     """

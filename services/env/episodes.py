@@ -50,7 +50,8 @@ class World(Protocol):
         ...
 
     async def begin(self, state: EpisodeState) -> Handle:
-        """Create a state from seed and row alone. Raises ToolError if that fails."""
+        """Create the initial state of an episode. It depends only on ``state.seed`` and on ``state.row``, the row of
+        the data set that the prompt came from. Raises ToolError if the creation fails."""
         ...
 
     async def close(self) -> None:

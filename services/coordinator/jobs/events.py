@@ -26,7 +26,8 @@ class JobEvents:
         self._bus, self._store = bus, store
 
     async def page(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
-        """Return at most ``limit`` events with a sequence above ``after``, oldest first, each with its sequence.
+        """Return at most ``limit`` events as ``(stream sequence number, row)``, oldest first. Only events with stream
+        sequence numbers above ``after`` are returned.
 
         A row has at least ``time`` (Unix seconds), ``level`` (info|warning|error), ``type`` (such as ``phase``,
         ``step``, ``checkpoint``, ``worker``) and ``message``. Raises NotFound: there is no such job.
@@ -42,14 +43,14 @@ class JobEvents:
         return found
 
     async def newest(self, job: str) -> int:
-        """Return the sequence of the newest event of a job, or 0 if it has none."""
+        """Return the stream sequence number of the newest event of a job, or 0 if it has none."""
         last = await self._bus.last(subjects.EVENTS, subjects.events(job))
         return last.seq if last is not None else 0
 
     async def follow(self, job: str, *, after: int) -> AsyncIterator[tuple[int, Row]]:
         """Yield events and wait for new ones; see ``page``. Ends after the last event of a terminal job.
 
-        The API closes this async generator when the client disconnects. Sequences rise strictly.
+        The API closes this async generator when the client disconnects. Stream sequence numbers rise strictly.
         """
         record = await self._store.get(job)
         last = await self._bus.last(subjects.EVENTS, subjects.events(job))
@@ -68,8 +69,8 @@ class JobEvents:
                     return
 
     async def is_kept(self, seq: int) -> bool:
-        """Return True if the event with sequence ``seq`` is still stored. If it is not, the stream may have dropped
-        later events, too."""
+        """Return True if the event with stream sequence number ``seq`` is still stored. If it is not, the stream may
+        have dropped later events, too."""
         try:
             await self._bus.get(subjects.EVENTS, seq)
         except NotFound:

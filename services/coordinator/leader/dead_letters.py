@@ -81,10 +81,10 @@ class Suspects:
     def dead(
         self, delivered: Mapping[int, str], *, num_leased: int, held: Collection[str], now: float, ripe_s: float
     ) -> list[int]:
-        """Return the sequence numbers of the messages that are certainly dead.
+        """Return the stream sequence numbers of the messages that are certainly dead.
 
         Args:
-            delivered: sequence -> draw of the messages that were delivered and are still in the queue.
+            delivered: stream sequence number -> draw of the messages that were delivered and are still in the queue.
             num_leased: number of these messages that are under lease, counted before the messages were listed.
             held: draws that live workers report to hold.
             now: monotonic seconds.
@@ -242,7 +242,7 @@ class DeadLetter:
     Attributes:
         first: message with part 0 of the payload. If DEAD lacks part 0, each other part is a dead letter by itself,
             with that part as ``first``.
-        places: position in the payload (from 0) and sequence in DEAD of each message.
+        places: position in the payload (from 0) and stream sequence number in DEAD of each message.
     """
 
     first: Message
@@ -293,7 +293,8 @@ async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
 
 
 def origin_of(message: Message) -> tuple[str, int]:
-    """Return the stream and the sequence of the original of ``message``, which is a copy in DEAD."""
+    """Return the stream of the original of ``message``, which is a copy in DEAD, and the original's stream sequence
+    number."""
     return message.headers.get(STREAM, ""), header_number(message.headers.get(SEQUENCE))
 
 
@@ -303,7 +304,7 @@ def header_number(text: str | None) -> int:
 
 
 class DeadLetterQueue:
-    """Dead letters of the stream DEAD, oldest first. The id of a dead letter is its sequence number in DEAD.
+    """Dead letters of the stream DEAD, oldest first. The id of a dead letter is its stream sequence number in DEAD.
 
     Every method but ``page`` raises NotFound if the job has no such dead letter.
     """

@@ -103,8 +103,8 @@ class EffectPublisher:
         """Publish new tickets for ``draws``, whose old tickets a leaving worker returned. Skip draws that no longer
         wait for a group.
 
-        A new ticket has all its deliveries left, because a worker that leaves is no failure. ``seq``: sequence number
-        of the old ticket in TICKETS; with it, a repeated call stores no second copy.
+        A new ticket has all its deliveries left, because a worker that leaves is no failure. ``seq``: stream sequence
+        number of the old ticket in TICKETS; with it, a repeated call stores no second copy.
         """
         in_flight = set(run.state.in_flight) - run.candidates.keys()
         tickets = [msgspec.structs.replace(self._ticket(run, draw), begun=True) for draw in draws if draw in in_flight]

@@ -51,7 +51,8 @@ class Measures:
         """The newest evaluation without missing prompts."""
         self.gate = gate_of(config)
         self.newest_row = (0, 0)
-        """For the newest row about an update: the number of its batch, and the sequence number of its ledger entry."""
+        """For the newest row about an update: the number of its batch, and the stream sequence number of its ledger
+        entry."""
         self._warned = False
         self._not_before = 0.0
         self._far_updates = 0

@@ -76,7 +76,8 @@ class Outbox:
     ) -> None:
         """Queue one row of METRICS about the weights that ``batch`` made; ``step`` is the step number that users see.
 
-        ``entry``: sequence of the ledger entry that contains the update; ``time``: time of measurement, None: now.
+        ``entry``: stream sequence number of the ledger entry that contains the update; ``time``: time of measurement,
+        None: now.
         """
         self._gauges.show(kind, values)
         row = {

@@ -102,8 +102,8 @@ class JobRunner:
         self._presence, self._problems, self._onsets = PresenceWatch(), ProblemWatch(self.job), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
-        """Sequence number of EXPERIENCE from which the leader reads on. ``_unread``: sequence number at which recovery
-        began to read; earlier messages are checked in the background."""
+        """Stream sequence number in EXPERIENCE from which the leader reads on. ``_unread``: stream sequence number at
+        which recovery began to read; earlier messages are checked in the background."""
         self.ready = False
         self._reported = 0.0
         self._decided = False

@@ -239,8 +239,8 @@ class ServedEpisode:
         return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
 
     def _outcome_before_late_facts(self, job: OnlineJob, now: float) -> EpisodeOutcome[Trajectory] | None:
-        """Return the outcome that the episode had when it timed out, if this outcome has no trajectory and further
-        turns or feedback arrived later; otherwise return None. The late turns are refused, too."""
+        """If the outcome at the episode's timeout was to train nothing, and turns or feedback arrived later, return
+        that outcome, extended to refuse the late turns. Otherwise return None."""
         if now - self.started < min(job.online.idle_ttl_s, job.online.max_age_s):
             return None
         late = first_late_time(self.turns, self.items, job)
@@ -428,8 +428,8 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
 
 
 def _unfinished(decision: Decision) -> Decision:
-    """Change the decision on a turn whose episode no client has ended: mask a turn for the policy loss, and reject a
-    turn for imitation.
+    """Change the decision on a turn whose episode no client has ended: mask the turn if it was admitted for the policy
+    loss, and reject it if it was admitted for imitation.
 
     The decision on a turn that is not trained stays as it is.
     """
@@ -441,8 +441,8 @@ def _unfinished(decision: Decision) -> Decision:
 
 
 def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
-    """Return ``decision``; but if it admits a turn for imitation whose return ``value`` is too low, return a rejection
-    instead."""
+    """Change a decision that admits a turn for imitation into a rejection if ``value``, the discounted return of the
+    turn, is too low. Return any other decision unchanged."""
     off_policy = job.online.off_policy
     if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
         return decision

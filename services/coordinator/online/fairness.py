@@ -207,7 +207,8 @@ def flaws_of_shares(online: OnlineConfig, batch: Sequence[Owners]) -> list[str]:
 
 
 def has_several_owners(online: OnlineConfig, batch: Sequence[Owners]) -> bool:
-    """Return True if ``batch`` has at least two owners of each kind whose share is limited (keys, askers, users)."""
+    """Return True if ``batch`` has at least two owners of each kind for which the job limits the share of one owner.
+    The kinds are judging keys, asking keys and users; see ``Owners``."""
     bounded = (place for place, share in enumerate(share_limits(online)) if share < 1)
     return all(len({name for owners in batch for name in owners[place]}) > 1 for place in bounded)
 

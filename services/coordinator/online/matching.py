@@ -89,8 +89,7 @@ class Matching:
             RefusedInteractions(),
             PendingRetractions(),
         )
-        """Three collections: feedback whose target is unknown, interactions that are never trained, and retractions
-        that arrived before the item they retract."""
+        """Feedback whose target is unknown, interactions that are never trained, retractions whose item is missing."""
         self._episode_keys: dict[str, str] = {}
         """Id of an undecided interaction, or of its episode -> key of the episode in ``episodes``."""
         self._undecided = UndecidedFeedback()
@@ -116,7 +115,7 @@ class Matching:
         """Version -> episodes whose outcome may change once updates start from this version, because a token becomes
         too old, or stops being newer than the policy in the ledger."""
         self._turn_seqs = LazyHeap[str](self._is_turn_at, lambda: self.num_waiting)
-        """Sequences of undecided interactions, by episode."""
+        """Stream sequence numbers of undecided interactions, by episode."""
         self._due_times = LazyHeap[str](self._is_due_at, lambda: len(self.episodes))
         self._received_times = LazyHeap[str](self._is_expiring, self._undecided.items.__len__)
         """``_due_times``: times at which episodes change without new data. ``_received_times``: arrival times of items
@@ -130,7 +129,8 @@ class Matching:
     # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Return, per stream, the sequence below which all is decided; names in ``without`` count as decided."""
+        """Return two stream sequence numbers, one in INTERACTIONS and one in FEEDBACK. Everything below them is
+        decided. Episodes and items of feedback in ``without`` count as decided."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
         interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
@@ -141,7 +141,7 @@ class Matching:
         )
 
     def undecided_feedback(self, seq: int) -> list[str]:
-        """Return the ids of all feedback without a final status in messages up to the sequence ``seq``."""
+        """Return the ids of all undecided items of feedback up to stream sequence number ``seq`` in FEEDBACK."""
         return [name for name, item in self._undecided.items.items() if item.seq <= seq]
 
     def has_feedback(self, item: str) -> bool:

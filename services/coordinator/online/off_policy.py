@@ -123,7 +123,8 @@ class OffPolicyExamples:
         """Number of examples so far; orders examples by arrival."""
         self._queue: list[tuple[int, int, str]] = []
         self._queued: dict[str, tuple[int, int]] = {}
-        """``_queue`` is a heap of ready examples by sequence; readers skip entries that are no longer ready."""
+        """``_queue`` is a heap of ready examples by stream sequence number; readers skip entries that are no longer
+        ready."""
         self._consenting: dict[str, tuple[str, ...]] = {}
         self._users: Counter[str] = Counter()
         """User -> number of ready examples and complete episodes that depend on the user's consent."""
@@ -171,7 +172,8 @@ class OffPolicyExamples:
         return held
 
     def move(self, item: FeedbackItem) -> None:
-        """Update the sequence of an example that was copied to another message."""
+        """Replace the item of an example by ``item``, its copy in a later message, which has a higher stream sequence
+        number."""
         name = item.feedback.id
         self.items[name] = item
         self.quota.move(name)
@@ -364,7 +366,11 @@ class OffPolicyExamples:
     def _offer_episode(
         self, key: str, episode: PostedEpisode, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
     ) -> dict[str, str]:
-        """Make the trajectories of a finished episode ready, or return the reasons by item if none is trained."""
+        """Make the trajectories of a finished episode ready for training, and return {}. If the episode has nothing to
+        train, return the reason why each of its turns is rejected, by the turn's item.
+
+        Also return {} while the episode waits for turns or for a policy version.
+        """
         if not episode.is_over(self._job, now):
             self._due.put(episode.due, key)
             return {}
@@ -424,8 +430,8 @@ class OffPolicyExamples:
 
     @property
     def lowest_seq(self) -> int:
-        """Lowest sequence number of an interaction to which an undecided example refers, or ``MAX_SEQ`` without such an
-        example."""
+        """Lowest stream sequence number of an interaction to which an undecided example refers, or ``MAX_SEQ`` without
+        such an example."""
         return min((record.seq for record in self.records.values()), default=MAX_SEQ)
 
     def discard_unused_records(self) -> None:

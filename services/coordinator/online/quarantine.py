@@ -184,7 +184,7 @@ class Outliers:
 
 
 PassOn = Callable[[int, Feedback, float], list[FeedbackStatus]]
-"""Callback for items that are not held: (sequence, item, time of reading)."""
+"""Callback for items that are not held: (stream sequence number, item, time of reading)."""
 DECIDING = frozenset({"release", "drop"})
 """Kinds of feedback by which a user decides on a held item."""
 MAX_HELD = 10_000
@@ -202,8 +202,8 @@ class Quarantine:
         self._outliers = Outliers(self._config or QuarantineConfig())
         self._held: OrderedDict[str, FeedbackItem] = OrderedDict()
         self._recorded: dict[str, int] = {}
-        """Item that the ledger has recorded as held, even if it was released later -> sequence of the recorded
-        revision."""
+        """Item that the ledger has recorded as held, even if it was released later -> stream sequence number of the
+        recorded revision."""
         self._consumed: frozenset[str] = frozenset()
         self._rejected: OrderedDict[str, float] = OrderedDict()
         """Rejected item -> time: revisions received up to that time are ignored, later revisions are judged anew."""
@@ -254,7 +254,7 @@ class Quarantine:
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
             if waiting.is_copied_in(seq, item):
-                self._held[item.id] = FeedbackItem(seq, item)  # the copy names its earlier sequence
+                self._held[item.id] = FeedbackItem(seq, item)  # the copy names its earlier stream sequence number
             return []
         reason = self._judge(item)
         if item.received <= self._rejected.get(item.id, -math.inf):

@@ -183,7 +183,8 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
 
 
 class RestoredCopies:
-    """Removes the items that are already decided from messages that were stored again when a user's data was deleted.
+    """Filter for messages that were stored again when a user's data was deleted. It removes the items in them that are
+    already decided.
 
     A deletion replaces messages that have items of the user by copies without these items. The other items in a copy
     may have been decided before. Items that the leader has read itself stay: it knows if they are decided.

@@ -286,8 +286,9 @@ def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
 
 
 def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
-    """Split the reason of a retraction into ``(kind, id)``: for a retracted item, the id of its retraction; for the
-    retraction, the id of the retracted item. For other statuses return ``(reason, '')``.
+    """Split the reason of a status that a retraction caused into ``(kind, id of the other item)``. For the retracted
+    item, the other item is the retraction; for the retraction, it is the retracted item. For other statuses return
+    ``(reason, '')``.
 
     A retraction is split only if both ids are canonical UUIDs, because ``PackedIds`` keeps only such ids in order.
     """

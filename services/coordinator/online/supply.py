@@ -120,7 +120,7 @@ class LiveSupply:
         self._idle_since = bus_time()
         """Time of the last trained batch, or of the start of this leader."""
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
-        """Subject -> sequence of the next message to read; the subjects are read independently."""
+        """Subject -> stream sequence number from which to read on; the subjects are read independently."""
 
     def _has_opted_out(self, user: str) -> bool:
         """Return True if the job must not train on the data of ``user`` (an HMAC)."""
@@ -258,7 +258,7 @@ class LiveSupply:
         self._unerased |= ordinals
 
     async def _erase_released(self) -> None:
-        """Delete the groups of deleted users that no trainer can request any more."""
+        """Delete the groups that contain data of deleted users, once no trainer can request these groups any more."""
         state = self._state
         newest = -1 if state.checkpoint is None else earliest_start(state, state.checkpoint.number)
         held = {draw.ordinal for draw in state.open}
@@ -454,8 +454,8 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return the sampling temperature: ``settings``, the value in the ledger, or the job file's value if
-        ``settings`` is None."""
+        """Return the sampling temperature. ``settings`` is its value in the ledger; if that is None, the job file's
+        value holds."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:

@@ -83,8 +83,8 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """The dictionary ``items`` of feedback in which an undecided item is kept. It has the feedback on one turn of the
-    episode ``key``, or the feedback on the episode as a whole."""
+    """Place where an undecided item of feedback is kept: the dictionary ``items``. The dictionary has, by id, all items
+    on one turn of the episode ``key``, or all items on the episode as a whole."""
 
     key: str
     items: dict[str, FeedbackItem]

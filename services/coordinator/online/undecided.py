@@ -1,8 +1,8 @@
 """Holds undecided feedback, within memory bounds. Pure.
 
-``LazyHeap`` finds the lowest of many values that change often, such as the next due time or the oldest sequence. The
-other classes hold feedback: all undecided items by id, unmatched ones by target, and retractions that arrived before
-their item.
+``LazyHeap`` finds the lowest of many values that change often, such as the next due time or the lowest stream sequence
+number. The other classes hold feedback: all undecided items by id, unmatched ones by target, and retractions that
+arrived before their item.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class LazyHeap(Generic[N]):
         self._is_valid, self._num_names = is_valid, num_names
         self._heap: list[tuple[float, N]] = []
         self._unclean: list[tuple[float, N]] = []
-        """Second heap, used during cleaning: its entries move to the first heap, or are dropped if they are
-        outdated."""
+        """Heap of the entries that a cleaning has not checked yet; empty between cleanings. A checked entry moves to
+        ``_heap`` if it is valid, and is dropped if it is outdated."""
         self._cleaned: set[tuple[float, N]] = set()
 
     def __len__(self) -> int:
@@ -99,14 +99,15 @@ class LazyHeap(Generic[N]):
                 yield entry[1]
 
     def _lower(self) -> list[tuple[float, N]]:
-        """Return the one of the two heaps whose first entry is lower; return an empty heap only if both are empty."""
+        """Return ``_heap`` or ``_unclean``, the one whose first entry is lower. Return an empty heap only if both are
+        empty."""
         if not self._unclean or (self._heap and self._heap[0] <= self._unclean[0]):
             return self._heap
         return self._unclean
 
     def _clean(self) -> None:
-        """Take a few entries from the end of the second heap: move valid ones to the first heap, and drop the
-        others."""
+        """Take a few entries from the end of ``_unclean``, the heap of unchecked entries. Move the valid ones to
+        ``_heap``, and drop the others."""
         for _ in range(min(CLEANED, len(self._unclean))):
             entry = self._unclean.pop()
             if self._is_valid(*entry) and entry not in self._cleaned:

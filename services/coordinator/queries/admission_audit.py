@@ -76,7 +76,7 @@ def _chunks(decisions: Sequence[Sequence[Admission]]) -> Iterator[list[Sequence[
 
 
 async def _episode_seqs(bus: Bus, job: str) -> dict[str, list[int]]:
-    """Return, by name of each episode, the sequence numbers of all records of its interactions."""
+    """Return, by name of each episode, the stream sequence numbers of all records of its interactions."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for message in await bus.read(subjects.INTERACTIONS, subjects.interactions(job), headers_only=True):
         found[canonical_id(message.headers.get(EPISODE_HEADER, ""))].append(message.seq)
@@ -108,10 +108,11 @@ async def _records(bus: Bus, seqs: set[int]) -> dict[int, Interaction]:
 
 @dataclass
 class StoredFacts:
-    """Stored messages by sequence number: those of INTERACTIONS in ``records``, and those of FEEDBACK in ``items``.
+    """Stored messages by stream sequence number: those of INTERACTIONS in ``records``, and those of FEEDBACK in
+    ``items``.
 
-    ``turns``: sequences of all records of an episode, by its name. ``oldest``: lowest sequence of a record of the job;
-    earlier records may be gone.
+    ``turns``: stream sequence numbers of all records of an episode, by its name. ``oldest``: lowest stream sequence
+    number of a record of the job; earlier records may be gone.
     """
 
     records: Mapping[int, Interaction]
@@ -197,8 +198,8 @@ def _items_of(group: Sequence[Admission], stored: StoredFacts) -> dict[str, Feed
 def _possible_turns(
     group: Sequence[Admission], items: Mapping[str, FeedbackItem], stored: StoredFacts
 ) -> Iterator[list[int]]:
-    """Yield each list of turns that the leader may have had when it decided. A list contains the sequence numbers of
-    the turns' records.
+    """Yield each list of turns that the leader may have had when it decided. A list contains the stream sequence
+    numbers of the turns' records.
 
     The first list has all turns that had ended by then, the second only the admitted ones: the leader may not have read
     a record that was stored at that moment. Lists without a turn that feedback names are not yielded.

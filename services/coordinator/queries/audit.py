@@ -273,6 +273,6 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: AnyGroup,
 
 
 def sealed_by_seq(audit: Audit) -> Mapping[int, tuple[int, SealedGroup]]:
-    """Return the batch number and the ledger entry of every trained group, by the group's sequence number in
-    EXPERIENCE."""
+    """Return the batch number and the ledger entry of every trained group, by the group's stream sequence number
+    in EXPERIENCE."""
     return {group.seq: (number, group) for number, batch in audit.trained.items() for group in batch.groups}

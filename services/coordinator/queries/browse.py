@@ -189,10 +189,10 @@ class VideoBrowser:
         return found[seq].data
 
     async def _newest(self, job: str) -> dict[str, tuple[int, Video]]:
-        """Return the newest entry of each video, by video name, as ``(sequence, video)``; sorted by version and reset
-        id.
+        """Return ``(stream sequence number, video)`` of each video by its name, sorted by policy version and reset id.
+        If VIDEOS has several messages about a video, the newest counts.
 
-        An entry that reports an error never replaces an earlier one.
+        A message that reports an error never replaces an earlier one.
         """
         found: dict[str, tuple[int, Video]] = {}
         for message in await self._bus.read(subjects.VIDEOS, subjects.videos(job), headers_only=True):

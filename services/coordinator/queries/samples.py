@@ -44,7 +44,7 @@ def choose_samples(
     min_reward: float | None = None,
     env: str | None = None,
 ) -> list[tuple[int, str]]:
-    """Return the completions on one page of an evaluation job, as ``(stream sequence of the group, row id)``.
+    """Return the completions on one page of an evaluation job, as ``(stream sequence number of group, row id)``.
 
     ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for prompt order; ``after``: the last id of the
     previous page; ``min_reward`` excludes lower rewards and unscored completions; ``env`` selects one source.

@@ -175,8 +175,8 @@ def _retractions(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
 
 
 def is_quarantine_rejection(one: EndedFeedback) -> bool:
-    """Return True if ``one`` lists feedback that the quarantine rejected; the senders of such feedback may still revise
-    it."""
+    """Return True if the quarantine rejected the items of feedback that ``one`` lists. Clients may still revise such
+    items."""
     return one.reason.startswith(QUARANTINE_PREFIX) and not one.revision
 
 

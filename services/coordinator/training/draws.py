@@ -27,7 +27,7 @@ class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     after: int = 0
 
     def sealed_in(self, batch: int) -> OpenDraw:
-        """Return a copy of the draw that belongs to ``batch``, or is in flight again if ``batch`` is 0."""
+        """Return a copy of this draw, assigned to the sealed batch number ``batch``; 0: the copy is in flight again."""
         return OpenDraw(self.min_version, self.deadline, batch, self.temperature, self.after)
 
 

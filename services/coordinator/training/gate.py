@@ -78,7 +78,7 @@ class Candidate:
 
     @property
     def messages(self) -> range:
-        """Sequences of the messages that contain the group."""
+        """Stream sequence numbers of the messages that contain the group."""
         return range(self.seq, self.seq + self.header.num_messages)
 
     def is_stale(self, start_version: int, max_lag: int) -> bool:

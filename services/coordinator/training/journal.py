@@ -59,8 +59,9 @@ KEEP = 2
 class Journal:
     """Append-only event log of one job with a single writer.
 
-    An append states the last sequence that the writer knows. A refused or timed-out append is resolved by reading the
-    tail: the writer's own entry there means success, a foreign one means that another coordinator leads (Fenced).
+    An append states the stream sequence number of the last entry that the writer knows. A refused or timed-out append
+    is resolved by reading the tail: the writer's own entry there means success, a foreign one means that another
+    coordinator leads (Fenced).
 
     Args:
         retry: repeats appends that the bus refuses, and reports the wait.
@@ -86,7 +87,7 @@ class Journal:
 
     @property
     def last_seq(self) -> int:
-        """Sequence of the newest ledger entry, or 0 if there is none."""
+        """Stream sequence number of the newest ledger entry, or 0 if there is none."""
         return self._last_seq
 
     async def load(self) -> LedgerState:
@@ -134,7 +135,7 @@ class Journal:
         return None
 
     async def append(self, events: Sequence[Event]) -> int:
-        """Commit one decision and return its sequence.
+        """Commit one decision as a ledger entry; return the entry's stream sequence number.
 
         Waits while the bus is away, or while LEDGER or the job's share of it is full (the caller is cancelled when it
         loses its lease).
@@ -214,8 +215,10 @@ class Journal:
         return self.keep_up
 
     async def keep_up(self) -> None:
-        """Purge from LEDGER the entries in the newest archive segment that a ledger entry names, and write the next
-        segment. Raises Unavailable."""
+        """Purge archived entries from LEDGER, and write the next segment of the archive. Raises Unavailable.
+
+        An entry counts as archived once a ledger entry names its segment or a later one.
+        """
         try:
             await self._purge()
             await self.archive()

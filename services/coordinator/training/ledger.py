@@ -97,12 +97,13 @@ class LedgerState:
         rolled_back: first and last batch number that each fork removed from the lineage.
         admissions: of an online job, by ordinal: the training data of open draws, and of draws trained since the
             newest checkpoint.
-        consumed, used: admitted interactions and feedback, id -> sequence in their streams, from ``read_from``
-            (interactions, feedback) on; below these sequences everything is decided.
+        consumed, used: admitted interactions and feedback, id -> stream sequence number, from ``read_from``
+            (interactions, feedback) on; below these stream sequence numbers everything is decided.
         decided: live items that ended without training, and closed episodes, oldest first; see module ``decided``.
         values: tracked rewards by kind of prompt, after the newest trained batch.
         distrusted: keys that posted log-probs which are not the policy's.
-        quarantined: feedback that was quarantined, id -> sequence, from ``read_from`` on; released or not.
+        quarantined: feedback that was quarantined, id -> stream sequence number, from ``read_from`` on; released or
+            not.
         agreements: agreement of each source of feedback with the reference keys, if the job has these.
         promoted: the served version, of a job with a promotion gate; ``refused``: the newest version if it was refused,
             as the ``num_refused``-th in a row; ``figures``: metrics of the newest update that decide on its promotion.
@@ -110,7 +111,8 @@ class LedgerState:
             of conversations of both arms since then, by their first interaction.
         weights: short digests of the newest ``KEPT_WEIGHTS`` published versions, by version: of the policy as engines
             get it, whole weights or an adapter, never of a critic.
-        heard: highest EXPERIENCE sequence of a group that was ever sealed; groups of later draws are stored above it.
+        heard: highest stream sequence number in EXPERIENCE of a group that was ever sealed; groups of later draws are
+            stored above it.
         forked: version that the newest fork began, -1 without one; ``fork_reason``: its reason; ``fork_request``: the
             operation that requested it, or ''.
         extensions: number of times that the job was continued after it had finished.

@@ -143,7 +143,7 @@ def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _low_seq(run: RunFacts, checkpoint: int) -> int:
-    """Return the lowest EXPERIENCE sequence to keep once ``checkpoint`` exists.
+    """Return the lowest stream sequence number in EXPERIENCE to keep once ``checkpoint`` exists.
 
     That is the lowest stored one while half of the byte budget is free, else the lowest that a restarted trainer may
     need.
@@ -161,7 +161,7 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
 
 
 def _needed_after(run: RunFacts, start: int) -> int:
-    """Return the lowest EXPERIENCE sequence that a trainer needs if it begins after batch ``start``."""
+    """Return the lowest stream sequence number in EXPERIENCE that a trainer needs to begin after batch ``start``."""
     needed = {seq for n, batch in run.state.batches.items() if n > start for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}

@@ -113,12 +113,13 @@ class JobRun:
         """Request -> reason, of the rollbacks that the trainer could not carry out."""
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
-        """EXPERIENCE sequence (of the first message) -> bytes, of every group of this job in the stream."""
+        """Stream sequence number in EXPERIENCE (of the first message) -> bytes, of every group of this job in the
+        stream."""
         self.stored_bytes = 0
         self.failed_streak = 0
         self.failure = failure
         self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
-        """EXPERIENCE sequences of the groups in sealed or trained batches of this lineage."""
+        """Stream sequence numbers in EXPERIENCE of the groups in sealed or trained batches of this lineage."""
         self.batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
 
     def fail(self, failure: JobFailure) -> None:
@@ -451,7 +452,8 @@ class JobRun:
         return effects
 
     def _apply(self, event: Event) -> list[int]:
-        """Apply one event to the state; return the sequences of groups that no batch contains any more."""
+        """Apply one event to the state. Return the stream sequence numbers of the groups that no batch contains any
+        more."""
         released: list[int] = []
         batches, sealed = self.state.batches, self.state.sealed
         match event:
@@ -470,8 +472,8 @@ class JobRun:
         return released
 
     def _rolled_back(self, event: LineageForked) -> list[int]:
-        """Return the sequences of the groups that a fork discards: those of the batches that it removes, and those of
-        sealed batches."""
+        """Return the stream sequence numbers of the groups that a fork discards: the groups of the trained batches that
+        it removes, and of all sealed batches."""
         given_up = [batch.seqs for number, batch in self.state.batches.items() if number >= event.from_batch]
         given_up += [tuple(group.seq for group in batch.groups) for batch in self.state.sealed.values()]
         return [seq for seqs in given_up for seq in seqs]
@@ -482,7 +484,8 @@ class JobRun:
         return [message for candidate in gone for message in candidate.messages]
 
     def _messages(self, seq: int) -> range:
-        """Return the sequences of the messages that contain a stored group."""
+        """Return the stream sequence numbers of the messages that contain the stored group whose first message has
+        ``seq``."""
         return range(seq, seq + num_parts(self.stored.get(seq, 0)))
 
 

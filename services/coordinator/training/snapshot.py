@@ -1,7 +1,7 @@
 """Serializes a fold of the ledger, so that a new leader need not start from the first event. Pure.
 
-A snapshot is a cache. It names the ledger entry that it covers, by sequence and by digest, and the code version of the
-fold; a reader that cannot verify one of these ignores the snapshot and folds the ledger.
+A snapshot is a cache. It names the ledger entry that it covers, by stream sequence number and by digest, and the code
+version of the fold; a reader that cannot verify one of these ignores the snapshot and folds the ledger.
 """
 
 from __future__ import annotations

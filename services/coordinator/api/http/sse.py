@@ -20,7 +20,7 @@ RETRY = b"retry: 1000\n\n"
 """First bytes of a stream: the client's delay before it reconnects, in ms."""
 PING, END = b": ping\n\n", b"event: end\ndata: {}\n\n"
 EventId = int | str
-"""Id of an event, which a client sends back as ``Last-Event-ID``: a sequence number, or a one-line cursor."""
+"""Id of an event, which a client sends back as ``Last-Event-ID``: a stream sequence number, or a one-line cursor."""
 CONTENT: dict[str, Any] = {
     "text/event-stream": {
         "schema": {

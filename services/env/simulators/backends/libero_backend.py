@@ -149,7 +149,8 @@ class LiberoEnvironment:
         self._env.close()
 
     def _place(self) -> None:
-        """Reset the engine, which also draws object positions. Raises ValueError if all attempts collide."""
+        """Reset the engine, which also samples object positions. Raises ValueError if objects collide in each of
+        ``PLACINGS`` attempts."""
         failure = importlib.import_module("robosuite.utils.errors").RandomizationError
         for _ in range(PLACINGS):
             with contextlib.suppress(failure):
@@ -201,10 +202,10 @@ def find_task(env_id: str, *, camera: bool) -> tuple[Path, str, str]:
 
 @functools.cache
 def import_library(*, camera: bool) -> Path:
-    """Import LIBERO, without prompts, without files in the home folder, and without graphics unless ``camera`` is set;
-    return its folder.
+    """Import LIBERO and return its folder. The import asks the user no questions, writes no files to the home folder,
+    and uses no graphics unless ``camera`` is set.
 
-    On import the library writes (or in some builds prompts for) a configuration that only its tools read.
+    On import the library writes a configuration that only its tools read; some builds ask the user for its content.
     """
     if not camera:
         os.environ["MUJOCO_GL"] = "disable"
@@ -284,7 +285,8 @@ PLAIN = (200, 200, 200)
 
 
 def build_primitives(parent: Path) -> Path:
-    """Write the primitive assets, unless this user has them on this machine, and return their folder ``assets``.
+    """Write the primitive assets (models of boxes and cylinders that replace the library's meshes), unless this user
+    has them on this machine. Return their folder ``assets``.
 
     Raises:
         ValueError: the folder belongs to another user.
