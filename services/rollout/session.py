@@ -86,7 +86,7 @@ class FixedPolicy:
         self.version = 0
 
     def status(self) -> dict[str, Any]:
-        """Return heartbeat entries: a pause of 0, because there are no updates."""
+        """Return entries for the heartbeat. The pause of the last weight update is 0, because there are no updates."""
         return {"pause_s": 0.0}
 
     async def run(self) -> None:

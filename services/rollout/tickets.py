@@ -77,7 +77,8 @@ class TicketTaker:
         self._bus, self._job, self._asking = bus, job, asking
         self._answer, self._give_up, self._room, self._progress = answer, give_up, room, progress
         self._holds: dict[str, tuple[int, int | None]] = {}
-        """Key of the work in progress -> (sequence number of its ticket, policy version that the ticket requires)."""
+        """Key of the work in progress -> (stream sequence number of its ticket, policy version that the ticket
+        requires)."""
         self._repeated: set[str] = set()
         """Keys of work in progress whose ticket was delivered before, or given back by another worker."""
         self._ends: dict[str, float] = {}
@@ -97,8 +98,8 @@ class TicketTaker:
         return bool(self._holds)
 
     def is_repeated(self, key: str) -> bool:
-        """Return True if another worker may have begun this ticket before. ``key`` names a ticket in progress on this
-        worker."""
+        """Return True if another worker may have begun the ticket ``key`` before, so that saved completions of it may
+        exist. ``key`` must name a ticket in progress on this worker."""
         return key in self._repeated
 
     def drain(self) -> None:
@@ -273,7 +274,8 @@ class TicketTaker:
             await self._give_up(ticket, key, str(error))
 
     async def _publishes_again(self, ticket: Ticket, seq: int) -> bool:
-        """Ask the coordinator to publish a training ticket again: a redelivery would count towards MAX_DELIVER.
+        """Ask the coordinator to publish a training ticket again. The alternative, a redelivery by NATS, would count
+        towards MAX_DELIVER, the maximum number of deliveries.
 
         Returns:
             True if the coordinator publishes the ticket again; False if the ticket must be redelivered.

@@ -166,8 +166,9 @@ class Replay:
         return replica
 
     async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed], EnvSpec | None]:
-        """Read the ledger. Return the updates by batch number and the checkpoints, without those that a fork undid, and
-        the properties of the simulator of an embodied job."""
+        """Read the ledger. Return three things: the updates by batch number, the checkpoints, and the properties of the
+        simulator of an embodied job (otherwise None). Updates and checkpoints that a fork (a return to an earlier
+        batch) undid are left out."""
         trained: dict[int, BatchTrained] = {}
         simulator: EnvSpec | None = None
         checkpoints: list[Checkpointed] = []

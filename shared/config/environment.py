@@ -238,7 +238,8 @@ class VerifiersConfig(EpisodeConfig):
 
     @property
     def complete(self) -> dict[str, Any]:
-        """``env`` with the id of its taskset."""
+        """Settings of the environment: the field ``env``. If ``env`` gives no id of a taskset, the name of the uploaded
+        module is added as this id."""
         return {**self.env, "taskset": {"id": self.module, **self.env.get("taskset", {})}}
 
     @property

@@ -73,7 +73,7 @@ def _deeper(kinds: Iterable[Any], key: str) -> list[str]:
 
 
 def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], list[Any], bool]:
-    """Follow the path ``loc`` of a pydantic error from ``model`` on.
+    """Follow the path ``loc`` of a pydantic error, starting at ``model``, and find the types allowed at its end.
 
     Returns:
         The parts of ``loc`` that are keys of the document, the types allowed at the end of the path, and True if the

@@ -12,7 +12,7 @@ __all__ = ["LoraConfig"]
 
 
 class LoraConfig(StrictModel):
-    """Adapters of the policy's linear layers (LoRA, arXiv 2106.09685). The weights under them stay frozen.
+    """Adapters of the policy's linear layers (LoRA, arXiv 2106.09685). The policy's own weights stay frozen.
 
     There is no dropout: the sampler would not apply it, and log-probs of trainer and sampler must agree.
     """

@@ -235,8 +235,8 @@ def check_decoder(rollout: AnyRollout, described: Mapping[str, Any], where: str,
 
 
 def longest_exact(described: Mapping[str, Any]) -> int | None:
-    """Return the maximum length of a text, in tokens, up to which trainer and engine compute the same log-probs.
-    ``described`` is the model's parsed config.json. None: it gives no maximum.
+    """Return the maximum length of a text, in tokens, up to which trainer and engine compute the same log-probs. Return
+    None if ``described``, the model's parsed config.json, gives no maximum.
 
     Rotary embeddings of type `longrope` change the angles of all tokens once a text exceeds a length, and those of type
     `dynamic` beyond ``max_position_embeddings``. The trainer reads whole texts, so beyond this length it would compute

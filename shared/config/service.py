@@ -301,8 +301,9 @@ class ServiceSettings(BaseSettings):
 def _tls_context(
     plane: str, ca: Path | None, cert: Path | None, key: Path | None, *, serves: bool = False
 ) -> ssl.SSLContext | None:
-    """Build the TLS context of a server (``serves``) or client from the variables ``PENSTOCK_<plane>_TLS_*``; None if
-    none of them is set. Raises ConfigError."""
+    """Build the TLS context of a client, or of a server if ``serves``, from the values of the variables
+    ``PENSTOCK_<plane>_TLS_*``, where ``plane`` is NATS or BULK. Return None if none of them is set. Raises
+    ConfigError."""
     names = f"PENSTOCK_{plane}_TLS"
     if ca is None and cert is None and key is None:
         return None

@@ -64,7 +64,7 @@ def _is_held_here() -> bool:
 
 @contextmanager
 def _owned() -> Iterator[None]:
-    """Mark this context as the holder of the lock."""
+    """Mark the current context (``contextvars``) as the holder of the lock until the ``with`` block ends."""
     owner = object()
     _building.append(owner)
     token = _owner.set(owner)

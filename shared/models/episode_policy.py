@@ -107,7 +107,7 @@ class EpisodePolicy(nn.Module, ABC):
         return features_NF
 
     def read(self, observations: Mapping[str, Tensor]) -> Seen:
-        """Return the input of the encoder of the policy or of a value network: normalized vectors, and images."""
+        """Return the input of the encoder, in the policy or in a value network: normalized vectors, and images."""
         numbers_NO = self.normalised(self.numbers(observations))
         return Seen(numbers_NO, tuple(observations[name] for name in self._images))
 

@@ -1,4 +1,6 @@
-"""Claim checks: small references to bytes in the bulk plane."""
+"""Claim checks: messages carry these small references instead of large data. The bytes themselves travel in the bulk
+plane, outside NATS: through shared memory or a TCP connection.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry of EVENTS as a CloudEvent. Its ``id`` derives from ``seq``, so that receivers recognize repeats.
 
     Args:
-        seq: sequence in the stream.
+        seq: stream sequence number of the entry.
         row: stored entry, with at least ``time`` (Unix seconds), ``type`` and ``message``.
     """
     return {

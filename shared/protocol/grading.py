@@ -27,8 +27,12 @@ GRADER_ERRORS = (
 
 
 class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to open the scorers configured in ``scorers``, and to score ``sample`` with each within ``deadline_s``
-    after all are open. Without a sample, the worker only opens the scorers. ``wait_s``: time that the sender waits."""
+    """Request to open the scorers configured in ``scorers``, and then to score ``sample`` with each of them. Without a
+    sample, the worker only opens the scorers.
+
+    ``deadline_s``: time limit of the scoring, which begins once all scorers are open. ``wait_s``: time that the sender
+    waits. Both are in seconds.
+    """
 
     scorers: list[dict[str, Any]]
     sample: str | None

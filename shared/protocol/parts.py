@@ -2,7 +2,7 @@
 
 The first part has the headers of the whole and ``Penstock-Parts``, the number of messages. The others are published on
 a separate subject, so that followers see one message per payload; they have ``Penstock-Part``, their index from 1.
-Part ``i`` has the sequence of the first one plus ``i``.
+The stream sequence number of part ``i`` is that of the first part plus ``i``.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ DEFAULT_TYPES = ("rl.job.succeeded.v1", "rl.job.failed.v1", "rl.job.cancelled.v1
 
 
 class DeliveryState(BaseModel):
-    """Progress of deliveries. ``sequence`` is the number of the last event that was delivered or skipped; later events
-    follow in order."""
+    """Progress of deliveries. ``sequence`` is the stream sequence number of the last event that was delivered or
+    skipped; later events follow in order."""
 
     model_config = ConfigDict(frozen=True)
 

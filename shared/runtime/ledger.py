@@ -48,12 +48,12 @@ MAGIC = b"penstock ledger segment 1\n"
 FOLDER = "ledgers"
 _NAME = re.compile(r"([0-9]{8})-([0-9]{1,20})-([0-9a-f]{64})", re.ASCII)
 _RECORD = struct.Struct(">QI")
-"""Prefix of each entry in a segment: its sequence number in LEDGER and its length in bytes."""
+"""Prefix of each entry in a segment: its stream sequence number in LEDGER and its length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """Encoded events of one decision, with their sequence number in LEDGER."""
+    """Encoded events of one decision, with their stream sequence number in LEDGER."""
 
     seq: int
     data: bytes
@@ -61,7 +61,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The ``number``-th segment of a ledger, from 1; its last entry has the sequence number ``last_seq``."""
+    """The ``number``-th segment of a ledger, from 1; its last entry has the stream sequence number ``last_seq``."""
 
     number: int
     last_seq: int

@@ -86,8 +86,8 @@ def setup_logging(level: str, *, service: str, worker: str, directory: Path | No
 
 def _open_file(directory: Path, service: str, worker: str) -> logging.Handler:
     """Open the worker's log file ``<service>-<worker>.log``. A file of ``FILE_BYTES`` bytes is replaced by a new one,
-    and only the newest full file is kept. Also remove the files of all workers that were last written ``KEEP_S``
-    ago."""
+    and only the newest full file is kept. Also remove log files, of any worker, whose last write is more than
+    ``KEEP_S`` seconds ago."""
     name = worker if worker.startswith(f"{service}-") else f"{service}-{worker}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

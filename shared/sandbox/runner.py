@@ -34,7 +34,8 @@ _WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
 
 
 def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
-    """Execute the job of ``descriptors`` (standard input, standard output, results, job) and exit.
+    """Read the job from the last of four ``descriptors`` (for standard input, standard output, results, job), execute
+    it, and exit.
 
     The exit status is the program's. The results are ``READY``, then a line of JSON ``{"step", "nonce", "value"}`` for
     each step that did not raise; without ``READY`` the containment failed, and the results are the cause as text.

@@ -306,8 +306,8 @@ class Sandbox:
 
 
 def _pipe(files: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Return the reading and the writing end of a new pipe. When ``files`` ends, it closes the ends that the caller has
-    not closed."""
+    """Return the reading and the writing end of a new pipe. When the exit stack ``files`` is left, it closes both ends,
+    unless the caller has closed them."""
     read, write = os.pipe()
     return files.enter_context(os.fdopen(read, "rb", 0)), files.enter_context(os.fdopen(write, "wb", 0))
 

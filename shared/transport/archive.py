@@ -31,7 +31,7 @@ class StreamImage(msgspec.Struct, frozen=True):
 
     @property
     def last_seq(self) -> int:
-        """Sequence number of the newest message ever stored."""
+        """Stream sequence number of the newest message ever stored."""
         return int(self.state["last_seq"])
 
     @property

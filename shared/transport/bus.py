@@ -284,7 +284,7 @@ class Bus:
     async def read(
         self, stream: str, subject: str, *, start_seq: int = 1, end_seq: int | None = None, headers_only: bool = False
     ) -> list[Message]:
-        """Return all stored messages of ``subject`` with ``start_seq <= sequence <= end_seq``."""
+        """Return all stored messages of ``subject`` with stream sequence numbers from ``start_seq`` to ``end_seq``."""
         found: list[Message] = []
         async with contextlib.aclosing(self.scan(stream, subject, start_seq=start_seq, headers_only=headers_only)) as r:
             async for message in r:
@@ -383,7 +383,7 @@ class Bus:
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
         """Delete the messages of ``subject``, including all parts of large payloads, with stream sequence numbers below
         ``below_seq`` (None: all); return the number of deleted messages."""
-        if below_seq is not None and below_seq <= 1:  # the server treats sequence 0 as no limit
+        if below_seq is not None and below_seq <= 1:  # the server takes 0 as no limit
             return 0
         purged = 0
         for each in (subject, part_subject(subject)):

@@ -1,8 +1,8 @@
 """Ordered reading of a stream, without acknowledgements: an ephemeral pull consumer that is rebuilt after any fault.
 
 ``__anext__`` drives the reader: there is no background task, the buffer is bounded, and the next request to the server
-is sent when the buffer is half empty. A lost connection, a server restart, a gap in the consumer's sequence or silence
-past the request's expiry all have the same remedy: a new consumer that starts after the last message read.
+is sent when the buffer is half empty. A lost connection, a server restart, a gap in the consumer's sequence numbers or
+silence past the request's expiry all have the same remedy: a new consumer that starts after the last message read.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Reader:
         self._inbox: Subscription | None = None
         self._buffer: deque[tuple[Message, int]] = deque()
         self._wake = asyncio.Event()
-        self._expected = 1  # consumer sequence of the next message
+        self._expected = 1  # consumer sequence number of the next message
         self._outstanding = 0  # messages that open requests may still deliver
         self._requests = 0
         self._broken = True

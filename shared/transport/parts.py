@@ -29,7 +29,7 @@ def cut(message: Outgoing) -> list[Outgoing]:
 def whole(first: Message, found: Mapping[int, Message]) -> Message | None:
     """Return the payload whose first part is ``first``, joined with its later parts; None if a part is missing.
 
-    ``found`` has the messages to take the later parts from, by sequence number.
+    ``found`` has the messages to take the later parts from, by stream sequence number.
 
     Raises:
         ProtocolError: the header that counts the parts is malformed.

@@ -1,4 +1,4 @@
-"""Durable publishing: a sequence number is returned only after the server stored the message."""
+"""Durable publishing: a stream sequence number is returned only after the server stored the message."""
 
 from __future__ import annotations
 
@@ -166,11 +166,11 @@ class Publisher:
         return answer
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
-        """Handle the server's refusal of a message because the subject is no longer at the sequence number
-        ``expected``. If an earlier attempt stored this message, return its stream sequence number; otherwise raise
-        Conflict.
+        """Handle the server's refusal of a message because the newest message of the subject no longer has the stream
+        sequence number ``expected``. If an earlier attempt stored this message, return its stream sequence number;
+        otherwise raise Conflict.
 
-        The server compares the expected sequence number before it looks for repeated message ids.
+        The server compares the expected stream sequence number before it looks for repeated message ids.
         """
         message = await first_at_or_after(self._connection, str(error.args[1]), subject, expected + 1)
         if message is not None and message.headers.get(MSG_ID) == msg_id:

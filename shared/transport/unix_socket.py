@@ -127,7 +127,8 @@ class UnixClient:
 
     @property
     def peer(self) -> int:
-        """Id of the process that serves the address; 0 if this process cannot see it."""
+        """Id of the process that serves the address. 0 if that process has no id here, because it runs in a PID
+        namespace that is invisible to this process (another container)."""
         return self._connection.peer
 
     async def request(self, data: bytes, *, deadline_s: float) -> bytes:

@@ -106,8 +106,8 @@ class _Handle:
 
 
 class CudaIpcPublisher:
-    """Copies each version to a slot in GPU memory and publishes the slot by CUDA IPC, and by a second publisher for
-    other receivers.
+    """Copies each version to a slot in GPU memory and publishes the slot by CUDA IPC. A second publisher, ``host``,
+    publishes the same version for all other receivers.
 
     Args:
         host: publishes the same version to receivers that cannot read this device, and computes the version's digest.
@@ -257,8 +257,8 @@ class DeviceStaged:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """Memory of one publisher that is mapped here, with the CUDA handle as the key of each buffer, and the lock that
-    prevents the publisher from freeing this memory."""
+    """A publisher's memory, mapped into this process. ``buffers`` has the mapped buffers by CUDA handle. ``lock``,
+    which this process holds, prevents the publisher from freeing the memory."""
 
     owner: str
     lock: LockedFile

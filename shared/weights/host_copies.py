@@ -131,7 +131,7 @@ class HostCopies:
                 _remove_unused(path)
 
     def _turn(self, job: str) -> LockedFile:
-        """Open and return the lock file of a job; the process that fetches a version holds its lock."""
+        """Open and return the lock file of a job. A process of this host locks the file while it fetches a version."""
         path = turn_path(self._directory, job, self._host)
         return LockedFile(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 

@@ -79,8 +79,9 @@ class CudaCopyStream:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def empty(self, sizes: Sequence[int]) -> list[Tensor]:
-        """See ``CopyStream``. The memory belongs to the stream that computes, because that stream reads it in the end:
-        memory of the copying stream could be given away while weights in it are still read."""
+        """See ``CopyStream``. The memory is allocated on the computing stream, because that stream reads it last. torch
+        reuses freed memory at once on the stream that allocated it: memory of the copying stream could be overwritten
+        while the computing stream still reads weights in it."""
         found = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return found
@@ -152,8 +153,9 @@ class PinnedCopies:
         }
 
     def _send(self, fills: Sequence[Sequence[Piece]], arrived: Tensor, wanted: Callable[[], bool]) -> list[int]:
-        """Queue the copies of all ``fills``, through the two buffers in turn. Return the checksum of each sent piece;
-        the device writes those of the pieces that arrive to ``arrived``."""
+        """Queue the copies of all ``fills``, through the two buffers in turn. Return the checksum of each piece,
+        computed before the copy. After the copy, the device computes the checksum again and writes it to ``arrived``,
+        int64 [pieces]."""
         sent: list[int] = []
         events: list[CopyEvent] = []
         for number, fill in enumerate(fills):
@@ -173,7 +175,7 @@ class PinnedCopies:
 
 
 def pinned_copies(device: torch.device) -> PinnedCopies | None:
-    """Return what copies weights to ``device``, or None unless it is a CUDA device."""
+    """Return the object that copies weights to ``device``; None if ``device`` is not a CUDA device."""
     return PinnedCopies(CudaCopyStream(device)) if device.type == "cuda" else None
 
 

@@ -139,7 +139,8 @@ class ShmPublisher:
         A ``?`` in the name begins a request for changes: see ``_changes``.
 
         Raises:
-            NotFound: the job has no such slot, it cannot be read, or ``generation`` is no longer its sequence.
+            NotFound: the job has no such slot, it cannot be read, or ``generation`` is no longer its sequence
+                number.
         """
         name, _, wanted = name.partition("?")
         if not is_slot_name(self._job, name):
@@ -192,7 +193,7 @@ class ShmPublisher:
         """Open and lock a slot, check that its sequence number is still ``generation``, and return it.
 
         Raises:
-            NotFound: there is no such slot, or it has another sequence by now.
+            NotFound: there is no such slot, or it has another sequence number by now.
             Unavailable: the file cannot be opened.
             WeightsError: the file is not a slot.
         """
@@ -234,8 +235,9 @@ class ShmStaged:
         _held.add(lock)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the slot. Do not write to them: a written page becomes a private copy, which hides the next
-        version in this slot. ``ShmReceiver`` then has to map the slot again and to verify it twice."""
+        """Return views of the slot. Do not write to them: a written page becomes a private copy of this process, which
+        does not change when the publisher writes the next version. ``ShmReceiver`` would then find a wrong digest, and
+        would have to map the slot again and verify it a second time."""
         return self._tensors
 
     def intact(self) -> bool:

@@ -307,7 +307,8 @@ class InferenceServer:
         return candidate.engine if candidate is not None and is_here else self.engine
 
     async def leave_candidate(self) -> None:
-        """Move answers in progress to the serving engine, before the candidate's engine loads another version."""
+        """Move the answers in progress on the candidate's engine, which serves a version on trial, to the serving
+        engine. Called before the candidate's engine loads another version."""
         moved = [live for live in self._live.values() if live.engine is not self.engine]
         for live in moved:
             live.engine = self.engine

@@ -249,8 +249,8 @@ def pair_microbatches(columns: Columns, pairs_P2: Ints, max_tokens: int) -> list
 
 
 def _next_fit(packed: Ints, max_tokens: int) -> list[Ints]:
-    """Divide items of the given lengths (``packed``), longest first, into packs of at most ``max_tokens`` tokens.
-    Return the indices of the items in each pack.
+    """Divide items, longest first, into packs of at most ``max_tokens`` tokens. ``packed`` has the length of each item
+    in tokens. Return the indices of the items in each pack.
 
     An item longer than ``max_tokens`` is alone in its pack.
     """

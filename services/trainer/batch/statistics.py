@@ -63,7 +63,7 @@ class TokenSums:
         return int(self.sums["tokens"])
 
     def add(self, logprobs_M: Tensor, behaviour_M: Tensor, loss: PolicyLoss, extra: dict[str, Tensor]) -> None:
-        """Add one microbatch; ``extra``: further values per token, [M]."""
+        """Add one microbatch. ``extra`` has further values per token, [M], by metric name."""
         logprobs_M = logprobs_M.detach()
         per_token = {
             "policy/approx_kl": k3(behaviour_M, logprobs_M),
@@ -78,7 +78,8 @@ class TokenSums:
         self.ratios.append(loss.ratio_M.detach().float().cpu())
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Return means over the tokens of all ranks and quantiles of the ratio; without tokens, only their number."""
+        """Return means over the tokens of all ranks, and quantiles of the ratio. If no rank has tokens, return only the
+        number of tokens, 0."""
         sums = reduced_sums(self.sums, collective)
         own = torch.cat(self.ratios).numpy() if self.ratios else np.zeros(0, np.float32)
         ratios = np.concatenate([part["ratio"] for part in collective.gather({"ratio": own})])
@@ -106,7 +107,7 @@ class Mismatch:
     )
 
     def add(self, logprobs_M: Tensor, behaviour_M: Tensor, older_M: Tensor | None = None) -> None:
-        """Add one microbatch; ``older_M``, bool: tokens that an older version chose; None: none of them."""
+        """Add one microbatch. ``older_M`` (bool) marks tokens that an older version chose; None if there are none."""
         difference_M = (logprobs_M.detach() - behaviour_M).abs().double()
         kl_M = k3(behaviour_M, logprobs_M.detach()).double()
         older_M = torch.zeros_like(kl_M, dtype=torch.bool) if older_M is None else older_M.to(kl_M.device)

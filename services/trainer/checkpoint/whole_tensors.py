@@ -117,8 +117,8 @@ def tensor_table(path: Path) -> TensorTable:
 
 
 def read_slices(path: Path, targets: Mapping[str, Tensor], rows_of: Callable[[int], slice]) -> None:
-    """Copy a slice of rows of each stored tensor into the target of the same name; copy scalars whole. ``rows_of``
-    returns the slice for the number of rows of the stored tensor.
+    """Copy rows of stored tensors into ``targets``, by name. ``rows_of(n)`` returns the slice of rows to copy from a
+    stored tensor with n rows. Scalars are copied whole.
 
     Raises:
         CheckpointError: the file cannot be read.

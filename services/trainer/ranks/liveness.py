@@ -48,7 +48,8 @@ class Sign(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Liveness:
-    """Heartbeats of one rank: rank 0 exchanges heartbeats with all other ranks, each other rank only with rank 0.
+    """Heartbeats of one rank. Rank 0 exchanges heartbeats with all other ranks; a rank above 0 exchanges them with rank
+    0 only.
 
     Args:
         silence_s: time without a heartbeat after which a rank is lost.

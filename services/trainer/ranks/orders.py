@@ -107,7 +107,7 @@ _decoder = msgspec.msgpack.Decoder(Order)
 
 
 class Orders:
-    """Both ends of the orders: rank 0 gives orders, and every follower takes them in the same sequence."""
+    """Both ends of the orders: rank 0 gives orders, and every follower takes them in the same order."""
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size

@@ -187,8 +187,8 @@ class World:
         self._data_parallel = {1: self.everybody}
 
     def data_parallel(self, model_parallel: int) -> ProcessGroup:
-        """Return this rank's data-parallel group. Every ``model_parallel`` adjacent ranks share one copy of the model;
-        a group has one rank of each copy.
+        """Return this rank's data-parallel group. A copy of the model is divided among N adjacent ranks, where N is
+        ``model_parallel``. The group has one rank of each copy: the one at the same position in its copy.
 
         Raises:
             ConfigError: the number of ranks is not divisible by ``model_parallel``.
@@ -245,7 +245,8 @@ def join(place: Place, *, deadline_s: float) -> World:
 
 
 def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Store:
-    """Return a part of torchrun's store for this start of the trainer only; torchrun keeps one store for all restarts.
+    """Return a part of torchrun's store that only this start of the trainer uses. torchrun itself keeps one store for
+    all restarts.
 
     Rank 0 names each start. The other ranks sign up under the newest name and move to a newer one when it appears. They
     may have found the name of an earlier start, so a start is valid only once rank 0 has confirmed the processes that
@@ -275,8 +276,8 @@ def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Sto
 
 
 def _confirmed(board: Store, start: str, place: Place, own: str) -> bool:
-    """Return True if rank 0 has confirmed that this process (``own``) belongs to the start of the trainer with the name
-    ``start``. Rank 0 confirms once all ranks have signed up."""
+    """Return True if rank 0 has confirmed that the process with id ``own`` takes part in ``start``, one start of the
+    trainer. On rank 0, first confirm the processes of all ranks if all have signed up."""
     signed, confirmed = _signatures(start, place.size), f"{start}/confirmed"
     if place.rank == 0 and board.check(signed):
         board.set(confirmed, " ".join(board.get(key).decode() for key in signed))

@@ -50,7 +50,8 @@ _BUFFER, _TARGET = "buffer.", "target."
 
 
 class SoftActorCriticRule:
-    """Makes ``steps_per_update`` steps, each of critics, actor, temperature and targets (arXiv 1812.05905, alg. 1).
+    """Soft actor-critic (arXiv 1812.05905, alg. 1). An update makes ``steps_per_update`` steps. Each step trains the
+    critics, the actor and the temperature, and moves the target networks towards the critics.
 
     Args:
         seed: seed of the critics' initial weights, of all samples and of all noise.

@@ -47,7 +47,8 @@ class Need:
 
     @property
     def is_engine(self) -> bool:
-        """True if the package is a rollout engine: one worker that has the engine is enough for the job."""
+        """True if the package is a rollout engine. One worker that has the engine is enough for the job, whereas every
+        process of the service needs any other package."""
         return self.package in ENVIRONMENT_OF
 
 

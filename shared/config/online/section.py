@@ -235,7 +235,8 @@ class OnlineConfig(StrictModel):
 
     @property
     def has_credit(self) -> bool:
-        """True if feedback on one turn, or on the episode, affects the reward of other turns."""
+        """True if the reward of a turn may depend on more than the feedback on this turn: on later turns (``gamma``
+        above 0), or on a metric of the whole episode."""
         return self.gamma > 0 or any(metric.level == "episode" for metric in self.metrics.values())
 
     @property

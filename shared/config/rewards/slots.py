@@ -16,7 +16,8 @@ _SAMPLE = ("output_text", "output_json")
 
 
 def check_slots(text: str) -> str:
-    """Return ``text``. Raises ValueError if a slot is neither ``item.FIELD`` nor an output of ``sample``."""
+    """Return ``text``. Raises ValueError if a slot is neither a field of the data row (``item.FIELD``) nor an output of
+    the policy (``sample.output_text``, ``sample.output_json``)."""
     for root, steps in _paths(text):
         if root == "sample" and steps[0] not in _SAMPLE:
             raise ValueError(f"'sample.{steps[0]}' does not exist; there are: sample.output_text, sample.output_json")

@@ -184,7 +184,8 @@ class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sender_number(key_id: str) -> int:
-    """Return the number in [0, NUM_SENDERS) under which the posted bytes of an API key are counted."""
+    """Return the sender number, in [0, NUM_SENDERS), of an API key. The bytes posted with the key are counted under
+    this number."""
     return xxhash.xxh3_64_intdigest(key_id.encode()) % NUM_SENDERS
 
 
@@ -289,9 +290,8 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One of possibly several statuses of an interaction. From its admission on, statuses have an ``ordinal``, because
-    they follow from the ledger's events on its draw: the newest of these counts. If there are none, the first status
-    counts."""
+    """A status of an interaction, which may get several. Statuses from its admission on have an ``ordinal``, and the
+    newest of them counts. If no status has an ``ordinal``, the oldest status counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]

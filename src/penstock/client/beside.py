@@ -120,8 +120,8 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, CodeFile], r
 
 
 def _relative_paths(written: Any, changed: Any) -> list[str]:
-    """Return the value of the key ``path`` of a section, made absolute, if the job file has a relative path there. The
-    result is a list: one path or none.
+    """Return a list with the path under the key ``path`` of a section, made absolute, if the job file has a relative
+    path there. Otherwise return an empty list.
 
     ``written`` is the section in the job file, ``changed`` is the same section with absolute paths.
     """

@@ -7,8 +7,8 @@ seconds. The steps of a backup:
 1. It saves the buckets with the job records. They come first, because a ledger may be ahead of its job record, but
    never behind it.
 2. It hard-links checkpoints, archived ledger entries and uploads, so that deletions during the copy do not remove them.
-3. It takes a mark of each stream: the sequence number of the last message. The mark of ``LEDGER`` is the first one,
-   because services store data before the ledger entry that refers to the data.
+3. It takes a mark of each stream: the stream sequence number of the last message. The mark of ``LEDGER`` is the first
+   one, because services store data before the ledger entry that refers to the data.
 4. It saves the streams, and copies the linked files. A restore deletes the messages after the marks.
 
 The directory contains secrets (hashes of keys, users' data): only its owner may read it.
@@ -61,8 +61,8 @@ LATE = frozenset({f"{KV}{subjects.LEASES}"})
 KEPT_WHOLE = frozenset({subjects.AUDIT})
 """Streams of which a restore keeps even messages that arrived during the backup: nothing is ever deleted from them."""
 FIRST = {subjects.EXPERIENCE: 0, subjects.INTERACTIONS: 1}
-"""Streams whose last sequence numbers are recorded right after that of LEDGER, in this order. A restore omits later
-messages, and so all data of policies that are unknown to LEDGER."""
+"""Streams whose last stream sequence numbers are recorded right after that of LEDGER, in this order. A restore omits
+later messages, and so all data of policies that are unknown to LEDGER."""
 HOLD_S, HOLD_EVERY_S = 60.0, 10.0
 TRIES = 3
 BLOCK = 1 << 20
@@ -79,7 +79,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class StoredStream(msgspec.Struct, frozen=True):
-    """A stream in a backup: configuration and state, data, and ``mark``, the last sequence number to restore."""
+    """A stream in a backup: configuration and state, data, and ``mark``, the last stream sequence number to restore."""
 
     image: StreamImage
     mark: int
@@ -241,8 +241,8 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Return the path of the newest checkpoint that was valid at ledger position ``mark``: written up to there, and not
-    undone by a rollback up to there. '' if there is none.
+    """Read the ledger up to stream sequence number ``mark``. Return the path of the newest checkpoint that no rollback
+    in this part has undone; '' if there is none.
 
     Raises:
         ArchiveError: a part of the ledger is missing.
@@ -437,7 +437,8 @@ def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> Non
 async def restore_streams(
     bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, report: Report = lambda _: None
 ) -> list[str]:
-    """Restore the streams of a backup to a bus that has none of them, each up to the sequence number in its ``mark``.
+    """Restore the streams of a backup to a bus that has none of them. The ``mark`` of each stream is the last stream
+    sequence number to restore.
 
     Then check that every training job can continue. Returns messages for the user, for example about missing paths.
 

@@ -1,4 +1,5 @@
-"""HTTP load generator in a separate process: raw sockets, each with one request in flight at all times.
+"""HTTP load generator in a separate process. It opens plain TCP connections, without an HTTP library; each of them has
+one request in flight at all times.
 
     python -m penstock.local.load < plan.json
 

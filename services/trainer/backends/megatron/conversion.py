@@ -167,8 +167,9 @@ def joined(parts: Sequence[Tensor], piece: Piece) -> Tensor:
 
 
 def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
-    """Join one rank's parts of Hugging Face tensors into the megatron-core parameter, [sum of n, ...] (n: rows of a
-    part). Row groups are interleaved, for example query, key and value of each query group. Padding rows are zero."""
+    """Join one rank's parts of Hugging Face tensors into one megatron-core parameter, which has the rows of all parts.
+    Rows are interleaved by group: for example query, key and value of the first query group, then those of the second.
+    Padding rows follow at the end; they are zero."""
     grouped = [torch.unflatten(part, 0, (parameter.groups, -1)) for part in parts]
     fused = torch.cat(grouped, 1).flatten(0, 1)
     missing = (parameter.padded_rows or len(fused)) - len(fused)

@@ -32,7 +32,8 @@ def allocating_on(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def scheduling_on(device: torch.device) -> Iterator[None]:
-    """Extend ``allocating_on`` to the pipeline schedules, which count tokens on the device "cuda"."""
+    """Extend ``allocating_on`` to megatron-core's pipeline schedules, which allocate their token counter on the device
+    "cuda"."""
     with allocating_on(device):
         if device.type == "cuda":
             yield

@@ -28,9 +28,9 @@ __all__ = ["ParallelExperts", "RealTokens"]
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """Routing that applies ``routes`` to the first ``number`` tokens.
+    """Routing of tokens that end with padding. ``routes`` applies to the first ``number`` tokens, which are real.
 
-    The padding after these tokens follows the router and is not counted.
+    The padding tokens after them go to the experts that the router prefers, and are not counted.
     """
 
     routes: Routes

@@ -154,12 +154,14 @@ class MegatronModel(nn.Module):
                 module.routing = routing
 
     def tokens_per_rank(self, tokens: PackedTokens) -> int:
-        """Return R, the number of tokens on each context-parallel rank. Sequence parallelism divides R once more."""
+        """Return R, the number of tokens, padding included, on each context-parallel rank. With sequence parallelism, R
+        is a multiple of the number of tensor-parallel ranks, which share these tokens."""
         unit = self._groups.tensor.size() if self._sequence_parallel else 1
         return -(-tokens.num_tokens // (self._groups.context.size() * unit)) * unit
 
     def handed_on(self, tokens: PackedTokens) -> list[int]:
-        """Return [S, 1, D], the shape of the states that one stage sends to the next."""
+        """Return [S, 1, D], the shape of the hidden states that one pipeline stage sends to the next. S is R, or with
+        sequence parallelism R divided by the number of tensor-parallel ranks."""
         return [
             self.tokens_per_rank(tokens) // (self._groups.tensor.size() if self._sequence_parallel else 1),
             1,
@@ -217,8 +219,8 @@ def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
 
 
 def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> RealTokens:
-    """Return the routing of this context-parallel rank's tokens. The rank holds ``run`` tokens, the first of which has
-    index ``start``."""
+    """Return the routing of the tokens on this context-parallel rank. The rank has ``run`` consecutive tokens of the
+    padded microbatch, from index ``start`` on; tokens from index ``num_tokens`` on are padding."""
     number = max(0, min(run, num_tokens - start))
     replay = routes.replay_TNK
     return RealTokens(replace(routes, replay_TNK=None if replay is None else replay[start : start + number]), number)

@@ -172,8 +172,8 @@ class Agent:
         await self._judge(client, name, value)
 
     async def _judge(self, client: AgentClient, name: str, value: bool) -> None:
-        """Post a verdict on an answer: usually once, sometimes twice. Sometimes first post a correction, and then the
-        wrong verdict that it corrects, as if the latter were late."""
+        """Post a verdict on an answer: usually once, sometimes twice. Sometimes post two verdicts in the wrong order,
+        as if the first one were delayed: the corrected verdict, and after it the original, wrong one."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:

@@ -222,8 +222,8 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
 
 
 async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
-    """Count the trained feedback items: under True the items that the key ``enemy`` posted, under False all other
-    items."""
+    """Count the feedback items that were trained on. Return ``{True: a, False: b}``: ``a`` items were posted with the
+    API key ``enemy``, ``b`` items with other keys."""
     found = {True: 0, False: 0}
     for row in (await client.funnel(job)).data:
         if row.status == "trained":

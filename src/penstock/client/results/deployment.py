@@ -69,8 +69,8 @@ class NewWebhook(Webhook, frozen=True, kw_only=True):
 class Deliveries(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of deliveries.
 
-    ``sequence``: last event that was delivered or skipped; ``attempts``, ``failing_since`` and ``last_error``: failed
-    attempts to deliver the next one.
+    ``sequence``: stream sequence number of the last event that was delivered or skipped; ``attempts``,
+    ``failing_since`` and ``last_error``: failed attempts to deliver the next one.
     """
 
     sequence: int

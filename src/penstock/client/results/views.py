@@ -48,10 +48,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenSample(Sample, frozen=True, kw_only=True):
-    """A completion with its tokens, and with log-prob, origin and policy version of each token.
+    """A completion with its tokens. Each token has a log-prob, a policy version, and a flag that tells if the policy
+    chose the token or the environment gave it as an observation.
 
-    ``token_ids``, ``logprobs``, ``mask`` (1: chosen by the policy), ``versions`` (policy version per token) and
-    ``token_texts`` have the same length. ``siblings``: ids of the other completions of its group.
+    ``token_ids``, ``logprobs``, ``mask`` (1: chosen by the policy, 0: observation), ``versions`` (policy version per
+    token) and ``token_texts`` have the same length. ``siblings``: ids of the other completions of its group.
     """
 
     job: str
@@ -94,7 +95,8 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter: its source stream, number of delivery attempts, reason, and the draw that it belongs to."""
+    """A dead letter: source stream, stream sequence number of the message in it (``sequence``), number of delivery
+    attempts, reason, and draw (one prompt taken for training) if it belongs to one."""
 
     id: int
     time: float
