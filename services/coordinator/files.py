@@ -279,8 +279,8 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
 
 
 def _archive(source: BinaryIO) -> zipfile.ZipFile:
-    """Open a ZIP archive. Raises ValueError if its central directory is damaged, or is longer than that of an archive
-    with MAX_MODEL_FILES files can be."""
+    """Open a ZIP archive. Raises ValueError if its central directory is damaged, or is too long for an archive of
+    at most MAX_MODEL_FILES files."""
     source.seek(-min(source.tell(), _LOCATOR_BYTES + _END.size), os.SEEK_END)
     tail = source.read()
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size) or tail.startswith(b"PK\6\7"):

@@ -87,5 +87,6 @@ async def grade(request: GradeRequest) -> GradeReply:
 
 
 def _with_kind(problem: str) -> str:
-    """Return an error text that begins with its kind of error (``other_error`` if it had none); return '' for ''."""
+    """Return the error text ``problem`` with a kind of error as its prefix: its own if it has one already, else
+    ``other_error``. Return '' if ``problem`` is empty."""
     return error_text(*split_error(problem)) if problem else ""

@@ -111,7 +111,8 @@ class PolicyFollower:
             await asyncio.to_thread(self._unmap)
 
     def _unmap(self) -> None:
-        """Unmap the slots. Runs in a thread, because large slots take long."""
+        """Release the version in use and close the receiver, which unmaps the memory of the weights. Runs in a thread,
+        because it takes long to unmap much memory."""
         if self._serving is not None:
             self._serving.release()
             self._serving = None

@@ -222,7 +222,8 @@ class _Event:
         self._encoded: dict[Encode, bytes] = {}
 
     def encoded(self, job: str, encode: Encode) -> bytes:
-        """Return the bytes of this event that ``encode`` makes; each ``encode`` runs only once per event."""
+        """Return this event encoded by the function ``encode``. The bytes are cached, so that each function encodes the
+        event only once."""
         found = self._encoded.get(encode)
         if found is None:
             found = self._encoded[encode] = encode(job, self.seq, self.row)

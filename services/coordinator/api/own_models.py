@@ -41,8 +41,8 @@ async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
 
 
 def reaches_all(caller: Caller) -> HttpProblem:
-    """Return the error (403) for a caller whose key is restricted to some models, and who requests a route that
-    concerns all models. The caller of this function has checked both."""
+    """Return the error (403) for a key that is restricted to some models, on a route that concerns all models. This
+    function checks neither condition: call it only if both hold."""
     detail = f"this key is for some models alone ({_models(caller)}), and the request does not name one of them"
     return HttpProblem(403, "other_model", detail)
 

@@ -294,8 +294,8 @@ class Eraser:
     # -- deletion ----------------------------------------------------------------------------------------------------
 
     async def _announce(self, user: str, job: str, mine: Found, time: float) -> int:
-        """Publish that the ids in ``mine`` are deleted; return the stream sequence number of the last message, or 0
-        without ids."""
+        """Publish the ids of the user's interactions and feedback in ``mine``, so that all readers of the job's
+        feedback know them as deleted. Return the stream sequence number of the last message, or 0 without ids."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)

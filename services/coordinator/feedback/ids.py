@@ -28,8 +28,8 @@ async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) ->
 
 
 async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
-    """Purge the messages of a job below the stream sequence number ``below_seq`` from FEEDBACK; keep the ids of their
-    items, all of which are decided.
+    """Purge a job's messages below the stream sequence number ``below_seq`` from FEEDBACK, but keep the ids of the
+    feedback items in them. The caller makes sure that the job has decided on all these items.
 
     Works in chunks. The ids of a chunk are stored before its feedback is removed, or afterwards if the stream has no
     room for them.

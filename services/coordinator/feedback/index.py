@@ -333,8 +333,8 @@ class FeedbackIndex:
 
 
 def _damage(error: sqlite3.DatabaseError) -> Exception:
-    """Return ``_Damaged`` if ``error`` means a damaged file, else ``error`` itself. For damage, sqlite3 raises the base
-    class DatabaseError."""
+    """Return ``_Damaged`` if ``error`` means that the file is damaged, else ``error`` itself. sqlite3 reports damage by
+    the class DatabaseError itself, and other errors by subclasses of it."""
     return _Damaged(str(error)) if type(error) is sqlite3.DatabaseError else error
 
 

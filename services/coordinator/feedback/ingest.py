@@ -316,9 +316,10 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """Publish a message; return ``(its stream sequence number, upper bound of those of all its parts)``.
+        """Publish a message. Return its stream sequence number, and an upper bound of the stream sequence numbers of
+        its parts.
 
-        The first one is None for a message of several parts.
+        The first number is None for a message of several parts. For a message of one part, both numbers are equal.
         """
         if len(message.data) <= MAX_INLINE_BYTES:
             seq = await self._bus.publish(

@@ -165,7 +165,8 @@ def _metric_fields(post: Metric, job: LiveJob) -> dict[str, Any]:
 
 
 def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | float | str | None, dict[str, Any]]:
-    """Return ``(value, body)`` of a metric's item. The value is a scalar, so a posted message goes into the body."""
+    """Return ``(value, body)`` of the feedback item for a posted metric. ``value`` is a boolean, a number or a text. A
+    demonstration posted as chat messages therefore goes into ``body``, and ``value`` is None."""
     name, value = post.metric_name, post.value
     declared = job.metric(name)
     if declared is not None:

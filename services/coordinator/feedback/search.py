@@ -101,8 +101,8 @@ class Search:
         return self._found
 
     async def _recall(self) -> None:
-        """Load the ids of data that the user's earlier deletions named, to find copies of this data and feedback on
-        it."""
+        """Load the ids of interactions and feedback that the user's earlier deletions named. With these ids, the search
+        finds remaining copies of this data, and feedback that refers to it."""
         async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
             erasure = decoded(message.data, Erasure)
             if erasure is not None and erasure.user == self._user:

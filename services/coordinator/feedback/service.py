@@ -242,8 +242,8 @@ class FeedbackService:
         }  # fmt: skip
 
     async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
-        """Return the episode of each interaction that is recorded in an episode with a UUID. All ids are canonical
-        UUIDs."""
+        """Return the episode of each interaction that is recorded in an episode. All ids are canonical UUIDs. An
+        interaction is left out if the id of its episode is not a UUID."""
         found = await self.index.episodes(interactions)
         if len(found) < len(interactions):
             await self.index.catch_up(subjects.INTERACTIONS)

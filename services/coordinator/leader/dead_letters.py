@@ -281,7 +281,8 @@ async def read_dead_letters(bus: Bus, job: str, *, start_seq: int = 1) -> list[D
 
 
 async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
-    """Join the parts of a dead letter's payload that the stream DEAD still has; return bytes and number of parts.
+    """Join the parts of a dead letter's payload that are still in the stream DEAD. Return the joined bytes and the
+    number of parts found.
 
     Raises:
         Unavailable: the parts cannot be read.
@@ -293,8 +294,8 @@ async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
 
 
 def origin_of(message: Message) -> tuple[str, int]:
-    """Return the stream of the original of ``message``, which is a copy in DEAD, and the original's stream sequence
-    number."""
+    """Return the stream and the stream sequence number of the original message, of which ``message`` is a copy in
+    DEAD."""
     return message.headers.get(STREAM, ""), header_number(message.headers.get(SEQUENCE))
 
 

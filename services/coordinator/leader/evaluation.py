@@ -185,9 +185,8 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Return True while the evaluation in progress lacks results and its deadline has not passed. If a batch is
-        ready meanwhile, store ``now`` as the time since which a batch has waited for this evaluation, unless such a
-        time is stored already.
+        """Return True while the evaluation in progress lacks results and its deadline has not passed. When a batch
+        is ready meanwhile for the first time, store ``now``, the time from which the evaluation delays this batch.
 
         ``batch_ready``: True if a batch could be sealed, were it not for this evaluation.
         """

@@ -108,8 +108,8 @@ class Measures:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """Count a group that arrived. If it has an error and no completions, count all completions of a full group as
-        lost."""
+        """Count a group that arrived. A group that has no completions because of an error counts as a loss of as many
+        completions as the job requests per group."""
         is_lost = bool(header.error) and not header.lengths and not header.skipped
         lost = self.config.completions_per_group if is_lost else 0
         self.tally.on_group(header, duplicate=duplicate, lost=lost)
@@ -137,8 +137,9 @@ class Measures:
         """Return a message if an update's metrics show that its tokens were not sampled by the policy versions recorded
         for them; else ''.
 
-        A large update of the policy also raises lag/logprob, but only in the next ``max_lag`` updates, whose tokens
-        earlier versions sampled. So lag/logprob must exceed the bound in ``max_lag + 1`` updates in a row.
+        A large update of the policy also raises the metric ``lag/logprob``, but only in the next ``max_lag`` updates,
+        whose tokens earlier versions sampled. So ``lag/logprob`` must exceed the bound in ``max_lag + 1`` updates in a
+        row.
         """
         train = self.config.train
         self._count_far(report.metrics)
@@ -156,7 +157,8 @@ class Measures:
         )
 
     def _count_far(self, values: Mapping[str, float]) -> None:
-        """Update the number of consecutive updates whose lag/logprob exceeds train.max_mismatch."""
+        """Update the number of consecutive updates whose metric ``lag/logprob`` exceeds the setting
+        ``train.max_mismatch``."""
         bound, lag = self.config.train.max_mismatch, values.get("lag/logprob")
         if bound is not None and lag is not None:
             self._far_updates = 0 if lag <= bound else self._far_updates + 1

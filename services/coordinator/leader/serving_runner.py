@@ -89,8 +89,8 @@ class ServingRunner(LedgerlessRunner):
         super().update_record(record)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """Copy a dead message to DEAD, where users can see it, and delete it. A deployment has no draw that ends with
-        it."""
+        """Copy a dead message to DEAD, where users can see it, and delete it. A training job would also end the
+        message's draw (one prompt taken from the data set), but a deployment has no draws."""
         count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 

@@ -136,9 +136,10 @@ def start_of(run: JobRun, inputs: Inputs) -> dict[str, Any]:
 
 
 def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
-    """Return alternatives for a trainer that cannot read ``checkpoint``. ``older``: earlier checkpoints from which the
-    trainer can repeat every later batch, newest checkpoint first. ``earlier``: rows of the batches after the oldest of
-    these checkpoints, up to ``checkpoint``."""
+    """Return what a trainer needs if it cannot read ``checkpoint``: the entries ``older`` and ``earlier``. ``older``
+    lists the checkpoints before it from which the trainer can repeat every later batch, newest first. ``earlier`` has
+    the rows of the batches that may have to be repeated: those after the oldest of these checkpoints, up to
+    ``checkpoint``."""
     if checkpoint is None:
         return {}
     found: list[Checkpointed] = []

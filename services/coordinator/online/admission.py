@@ -96,7 +96,7 @@ class Decision:
 
     @property
     def is_judged(self) -> bool:
-        """True if the interaction is trained or counts in a canary trial, so that its ``reward`` is settled."""
+        """True if the interaction is trained or counts in a canary trial; its ``reward`` is then final."""
         return self.verdict == "train" or self.compared
 
 
@@ -170,7 +170,7 @@ def _refused(
 
 
 def refusal_of(interaction: Interaction, job: OnlineJob) -> str:
-    """Return the reason that excludes an interaction from training whatever its feedback is, or '' if there is none."""
+    """Return the reason that excludes an interaction from training regardless of its feedback; '' if there is none."""
     tokens = len(interaction.token_ids)
     finite = all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in interaction.logprobs)
     drawn_otherwise = interaction.untrainable if interaction.untrainable in DRAWN_OTHERWISE else ""
@@ -466,7 +466,7 @@ def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
 
 
 def refusal_of_posted(facts: PostedFacts, job: OnlineJob) -> str:
-    """Return the reason that excludes a post from training whatever its reward is, or '' if there is none."""
+    """Return the reason that excludes a post from training regardless of its reward; '' if there is none."""
     if facts.flaw:
         return facts.flaw
     if facts.num_tokens and not facts.num_prompt:

@@ -105,8 +105,8 @@ class _PrefixNode:
             self.far = earlier.far.far
 
     def before(self, place: int) -> _PrefixNode:
-        """Among the nodes of this text and of its prefixes, return the one with the longest text that has a
-        position below ``place``."""
+        """Of this node and the nodes of its prefixes, return the longest one that has a turn at a position below
+        ``place``; return the root if none has."""
         text = self
         while text.places[0] >= place:
             text = text.far if text.far.places[0] >= place else text.earlier

@@ -74,7 +74,8 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """One end of the socket. Blocking and not thread-safe."""
+    """One end of the socket between the env service and a child process; both sides use this class. Blocking and not
+    thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection

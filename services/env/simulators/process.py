@@ -505,6 +505,6 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
 
 
 def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
-    """Return ``reasons`` with other keys: rows of the whole request instead of rows (as text) of one process's part.
-    Row i of that part is row ``places[i]`` of the whole."""
+    """Return ``reasons`` with the row numbers of the whole request as keys. The given keys are row numbers (as text) in
+    the part of the request that one process handles. Row i of this part is row ``places[i]`` of the whole request."""
     return {int(places[int(place)]): reason for place, reason in reasons.items()}

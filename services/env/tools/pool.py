@@ -1,4 +1,4 @@
-"""Tool processes of one job: as many as calls run at once, each started on demand."""
+"""Tool processes of one job: one per concurrent call, up to a maximum, each started on demand."""
 
 from __future__ import annotations
 

@@ -272,7 +272,8 @@ def events(whole: Message) -> bytes:
 
 
 async def open_server(host: Host) -> tuple[Any, str]:
-    """Serve OpenAI's API to the environment; return the runner and its address."""
+    """Serve OpenAI's API to the environment. Return the aiohttp ``AppRunner``, whose ``cleanup`` stops the server, and
+    the server's address."""
     from aiohttp import web
 
     async def chat(request: Any) -> Any:
@@ -313,8 +314,9 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """Fill defaults into ``role``, the user's config of one agent of the environment, and return it. Unless the user or
-    the environment chose otherwise, Penstock's harness plays the agent, and its runtime is a subprocess."""
+    """Fill defaults into ``role`` and return it. ``role`` is the user's config of one agent of the environment. Unless
+    the user or the environment chose otherwise, the agent uses Penstock's harness and the library's runtime
+    `subprocess`."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:

@@ -144,7 +144,7 @@ class Dispatch(Generic[S]):
         return samples
 
     async def end_started(self) -> None:
-        """End every open request with at least one completion that was passed to the engine."""
+        """End every open request of which at least one completion was passed to the engine."""
         await self.end(self._requests.started())
 
     async def drained(self) -> None:

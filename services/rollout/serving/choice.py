@@ -109,7 +109,7 @@ class Choice:
         return self._chunk(*self._ending, finish=finish, recorded=recorded)
 
     def finished(self, reason: str) -> FinishReason:
-        """Read the last tokens; return the finish reason for the client."""
+        """Decode the last tokens to text and tool calls; return the finish reason for the client."""
         self.first_token = self.first_token or bus_time()
         unread = self.token_ids[self._num_sent :]
         if reason == "stop" and unread and unread[-1] in self.stop_tokens:
@@ -164,9 +164,9 @@ class Choice:
         self.spans.append(Span(by.version, start, end, by.weights))
 
     def _read_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Read tokens one at a time; return the text and the tool calls that have become complete.
+        """Decode tokens one at a time; return the text and the tool calls that have become complete.
 
-        The released text depends on how many tokens are read at once. Reading singly makes it depend on the tokens
+        The released text depends on how many tokens are decoded at once. Decoding singly makes it depend on the tokens
         alone, so that another worker with the same tokens knows what text the client has.
         """
         text, calls = "", list[ToolCall]()
@@ -176,7 +176,7 @@ class Choice:
         return text, calls
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Read tokens together; return the text and the tool calls that have become complete."""
+        """Decode tokens together; return the text and the tool calls that have become complete."""
         text = self._text.push(token_ids)
         calls: list[ToolCall] = []
         if self._tools is not None:

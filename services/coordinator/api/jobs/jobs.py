@@ -172,8 +172,8 @@ async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
-    """Raise HttpProblem (403) if the key is restricted to some models, and these lack the new job's name or the job
-    whose checkpoint the new job starts from."""
+    """Check that the caller's key may use the new job's name, and the job whose checkpoint the new job starts from. A
+    key without a restriction to models may use every name and job. Raises HttpProblem (403)."""
     if caller.models is None:
         return
     check_name(caller, spec.name)

@@ -175,8 +175,8 @@ class RowBatch(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the caches, and drop ``guard``: the function refers to the memory of the served weights, which could
-        not be freed otherwise. No call may follow."""
+        """Release the caches, and drop ``guard``, the function that checks that the memory of the served weights is
+        intact. The function refers to this memory, which could not be freed otherwise. No call may follow."""
 
     @abstractmethod
     def _step(self, outcome: Outcome) -> None:

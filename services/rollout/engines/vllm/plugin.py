@@ -1,4 +1,5 @@
-"""Plugin for vLLM's worker processes: opens weight slots, holds them, and loads the model from them.
+"""Plugin for vLLM's worker processes: opens a published version of the weights, keeps it open, and loads the model
+from it.
 
 vLLM imports this module in each worker process because ``worker_extension_cls`` names ``SlotWorker``. The import
 registers the weight transfer engine under ``BACKEND`` before vLLM creates it.
@@ -119,7 +120,8 @@ class SlotWorker:
 
 @dataclass
 class _Nothing(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Empty transfer information: ``SlotWorker`` has already opened the version."""
+    """Empty argument for vLLM's interface of weight transfer, at its start and at each update. Nothing needs to be
+    passed, because ``SlotWorker`` has already opened the version."""
 
 
 class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[misc]
