@@ -50,7 +50,7 @@ class _Referred:
         return {}
 
     def intact(self) -> bool:
-        """Return True, because the engine's process that holds the memory checks it."""
+        """Return True always: the process of the engine holds the memory of the weights, and does this check itself."""
         return True
 
     def release(self) -> None:

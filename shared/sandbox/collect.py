@@ -118,8 +118,8 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """Return the values of steps in a run's report. Lines without the nonce are ignored, because the program wrote
-    them."""
+    """Return the value that each step reported in a run's report. Only lines with the nonce count: the sandbox wrote
+    them, and the untrusted program wrote the others."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -100,8 +100,8 @@ class Measures:
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """Return True if a rollback has since replaced the version that ``row`` evaluates. The new version has as many
-        updates, but needs an evaluation of its own."""
+        """Return True if a rollback has since replaced the version that ``row`` evaluates. The new version has the same
+        number of updates, which does not tell the two apart, and needs an evaluation of its own."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 

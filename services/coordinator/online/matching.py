@@ -440,7 +440,7 @@ class Matching:
             self._by_version.setdefault(version, {})[key] = None
 
     def _versions(self, interaction: Interaction) -> set[int]:
-        """Return the first version for which an answer is too old, and the version that sampled its newest token."""
+        """Return the first version at which the answer is too old to train on, and the version of its last token."""
         versions = [span.version for span in interaction.spans] or [0]
         return {min(versions) + self.job.train.max_lag + 1, max(versions)}
 

@@ -83,8 +83,8 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """Place where an undecided item of feedback is kept: the dictionary ``items``. The dictionary has, by id, all items
-    on one turn of the episode ``key``, or all items on the episode as a whole."""
+    """The undecided feedback on one turn of an episode, or on the episode as a whole: ``items``, by id of the item.
+    ``key`` identifies the episode."""
 
     key: str
     items: dict[str, FeedbackItem]

@@ -90,7 +90,8 @@ class LazyHeap(Generic[N]):
         return found
 
     def pop_until(self, limit: float, *, inclusive: bool = True) -> Iterator[N]:
-        """Remove and yield the names whose valid values lie below ``limit`` (or on it, if inclusive), lowest first."""
+        """Remove and yield the names whose value is below ``limit`` (or equal to it, if ``inclusive``), lowest value
+        first. Outdated entries are skipped."""
         while (heap := self._lower()) and (heap[0][0] < limit or (inclusive and heap[0][0] == limit)):
             entry = heappop(heap)
             while (heap := self._lower()) and heap[0] == entry:  # a caller put the same entry twice

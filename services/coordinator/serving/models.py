@@ -139,8 +139,8 @@ class ModelTable:
 
 
 def _found_episodes_s(online: OnlineConfig | None) -> float:
-    """Return ``Served.found_episodes_s``: the time (seconds) after an answer within which a chat that continues the
-    answer joins the answer's episode. Return 0 if the job does not find episodes in chats.
+    """Return ``Served.found_episodes_s``: a chat that continues an earlier answer joins the episode of that answer if
+    it arrives within this time (seconds). Return 0 if the job does not find episodes in chats.
 
     The time is half of the idle time that ends an episode, so that an answer that starts in time also ends in time.
     """

@@ -407,7 +407,8 @@ class TicketSource:
             room -= count
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return no baselines: the groups of a ticket contain their own, or the loss needs none."""
+        """Return no baseline values, because none are needed: each group contains the samples of its own baseline, or
+        the loss uses no baseline."""
         return {}, Tracking()
 
     def idle(self, state: LedgerState) -> Progress:

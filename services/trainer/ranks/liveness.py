@@ -184,7 +184,8 @@ class Liveness:
             writer.close()
 
     async def _receive(self, reader: asyncio.StreamReader) -> None:
-        """Read heartbeats until the connection closes; a lost rank then counts as silent."""
+        """Read a rank's heartbeats until its connection closes. That is no error here: a lost rank sends no more
+        heartbeats, and is found by its silence."""
         try:
             while line := await reader.readline():
                 if not self._record(line):

@@ -188,8 +188,8 @@ def off_policy_steps(
 
 
 def _runs(shard: BatchShard[Group], number: int) -> list[Ints]:
-    """Divide the groups of the whole batch into ``number`` contiguous, nearly equal runs. Return, for each run, the
-    indices of its groups in ``shard.groups``, which has only this rank's groups."""
+    """Divide the groups of the whole batch into contiguous, nearly equal runs, ``number`` in all. Return this rank's
+    part of each run, as indices into ``shard.groups``."""
     runs = np.array_split(np.arange(shard.num_groups), number)
     positions = np.array(shard.positions, np.int64)
     return [np.flatnonzero(np.isin(positions, run)) for run in runs]

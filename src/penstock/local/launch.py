@@ -42,8 +42,8 @@ _SETTINGS = frozenset(f"PENSTOCK_{name.upper()}" for name in ServiceSettings.mod
 
 
 def service_environment(service: str, inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a service's process: from ``inherited`` and ``own``, those that the service
-    may see.
+    """Return the environment of a service's process: the variables of ``inherited`` and ``own`` that the service may
+    see.
 
     A worker may run user code, so it never gets an API key, nor other secrets from the shell that started it.
     ``PENSTOCK_WORKER_ENV`` names further variables for workers, ``PENSTOCK_SCORER_ENV`` for reward.

@@ -64,7 +64,8 @@ class PauseLease:
             self._tell(_FREE)
 
     def close(self) -> None:
-        """End the watchdog, which first resumes the server unless the lease is free. Safe to repeat."""
+        """End the watchdog. If somebody holds the lease, the watchdog resumes the server before it ends. Safe to
+        repeat."""
         watchdog, self._watchdog = self._watchdog, None
         if watchdog is None:
             return

@@ -95,8 +95,8 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeadLetterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter: source stream, stream sequence number of the message in it (``sequence``), number of delivery
-    attempts, reason, and draw (one prompt taken for training) if it belongs to one."""
+    """A dead letter: its source stream, its stream sequence number there (``sequence``), the number of delivery
+    attempts, the reason, and the draw (one prompt taken for training) to which the message belongs, if any."""
 
     id: int
     time: float
