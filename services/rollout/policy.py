@@ -161,8 +161,8 @@ class PolicyFollower:
             return await self._adopt(manifest)
 
     async def _request_again(self, manifest: WeightManifest) -> bool:
-        """Ask the trainer to publish the version again, because there may be no later version; return True if the
-        trainer replies."""
+        """Ask the trainer to publish the version in ``manifest`` again, which could not be loaded. Waiting for a later
+        version is not enough, because there may be none. Return True if the trainer replies."""
         with contextlib.suppress(Unavailable):  # a starting trainer publishes it anyway
             data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
             await self._bus.request(subjects.lost_weights(self._job), data, deadline_s=ASK_DEADLINE_S)

@@ -191,8 +191,8 @@ class Publishing:
         return self._written[self._job]
 
     def _complete(self, keep: WeightManifest | None) -> None:
-        """Publish the newest version, and the base weights if any, by the transports that failed before, and add these
-        transports to the manifests. Blocks. The version that ``keep`` describes stays available."""
+        """Publish the newest version, and the base weights if any, by the transports that failed before, without
+        overwriting the version in ``keep``. Add these transports to the manifests. Blocks."""
         base = subjects.base_manifest(self._job)
         with self._writing:
             for key, publisher, kept in ((base, self._base_publisher, None), (self._job, self._publisher, keep)):

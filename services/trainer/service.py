@@ -203,7 +203,8 @@ class TrainerService:
         return self._breaks.add_to({job: session.status() for job, session in self.sessions.items()})
 
     async def _on_replay(self, data: bytes) -> bytes:
-        """Start a replay in its own process, because the replay needs the thread count of its job."""
+        """Start a replay in a process of its own: in it, torch must use the thread count of the replayed job, which may
+        differ from that of the job that trains here."""
         request, envelope = unpack(data, ReplayRequest)
         bounds = [str(bound) if bound is not None else "" for bound in (request.from_batch, request.to_batch)]
         process = await asyncio.create_subprocess_exec(

@@ -32,9 +32,9 @@ OptionalFileName = Annotated[str | None, "file"]
 
 
 def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ``(dotted key, value)`` for each field that holds the name of code (``what`` = "code") or of a file
-    (``what`` = "file"), in ``model`` and all its sections. Fields without a value are left out. ``where`` is the prefix
-    of the keys."""
+    """Yield ``(dotted key, value)`` for each field of ``model`` and its sections that refers to code (if ``what`` is
+    "code") or to a file (if ``what`` is "file"). Leave out fields without a value. ``where`` is the prefix of the
+    keys."""
     for key, field in type(model).model_fields.items():
         value = getattr(model, key)
         if isinstance(value, str) and what in field.metadata:

@@ -50,9 +50,9 @@ class MoEConfig(StrictModel):
     router_replay: bool = False
     """Record the experts of every token when sampling and route the same way in training (arXiv 2510.11370)."""
     replay_bytes_per_token: int | None = Field(None, ge=1)
-    """Bytes per token of the router table, required for `router_replay` with `model.path`: MoE layers x experts per
-    token, twice that above 256 experts. Counts against the job's byte budget; the sampler rejects a value that is
-    too small and names the right one."""
+    """Bytes that the recorded choice of experts takes per token, required for `router_replay` with `model.path`: MoE
+    layers x experts per token, twice that above 256 experts. Counts against the job's byte budget; the sampler rejects
+    a value that is too small and names the right one."""
 
     @model_validator(mode="after")
     def _size_of_a_table(self) -> MoEConfig:
@@ -189,7 +189,7 @@ class ModelConfig(StrictModel):
 
     @property
     def replay_bytes_per_token(self) -> int:
-        """Bytes of the router table per token of a group; 0 without router replay."""
+        """Bytes that the recorded choice of experts takes per token of a group; 0 without router replay."""
         if self.moe is None or not self.moe.router_replay:
             return 0
         if self.config is None or self.config.experts is None:

@@ -10,8 +10,8 @@ __all__ = ["SamplingConfig"]
 
 
 class SamplingConfig(StrictModel):
-    """Sampling settings. Training samples from the untruncated distribution, so that the recorded log-probs are
-    exact."""
+    """Sampling settings. In training, tokens are sampled from the untruncated distribution, so that the recorded
+    log-probs are exact."""
 
     max_new_tokens: int = Field(64, ge=1)
     """Longest completion in tokens."""

@@ -183,8 +183,8 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """Return True if ``module`` is a linear layer without an adapter, or with one LoRA adapter that is not merged and
-    no variant such as DoRA."""
+    """Return True if ``module`` is a linear layer without an adapter, or with one adapter that is plain LoRA (no
+    variant such as DoRA) and is not merged."""
     if not hasattr(module, "base_layer"):
         return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant

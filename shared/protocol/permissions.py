@@ -89,8 +89,8 @@ def _key(bucket: str, keys: str = ">") -> str:
 
 
 def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
-    """Return the JetStream API subjects that a role needs to read the messages of ``subject``, by its own consumers or
-    one by one. ``direct`` adds the call ``DIRECT.GET``."""
+    """Return the JetStream API subjects that a role needs to read the messages of ``subject``, either through consumers
+    that the role creates or one message at a time. ``direct`` adds the call ``DIRECT.GET``."""
     return (
         f"{_API}.STREAM.INFO.{stream}",
         f"{_API}.STREAM.MSG.GET.{stream}",

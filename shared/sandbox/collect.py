@@ -118,8 +118,8 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """Return the value that each step reported in a run's report. Only lines with the nonce count: the sandbox wrote
-    them, and the untrusted program wrote the others."""
+    """Return the value that each step reported in a run's report, by the step's index. Ignore lines without the nonce:
+    the untrusted program wrote these, and the sandbox wrote the others."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -116,7 +116,8 @@ def no_new_privileges() -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop every capability permanently (with ``no_new_privileges``). Raises OSError."""
+    """Drop every capability of this process. The loss is permanent only if ``no_new_privileges`` is called too. Raises
+    OSError."""
     state = _Capabilities(_CAPABILITY_VERSION_3, 0)
     data = ctypes.addressof(state) + _Capabilities.sets.offset
     syscall("capset", ctypes.byref(state), ctypes.c_void_p(data))

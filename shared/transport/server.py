@@ -337,7 +337,7 @@ class NatsServer(_Process):
 
 
 class ValkeyServer(_Process):
-    """Valkey without persistence, on a TCP port or (``port=None``) on a socket file in its directory only."""
+    """Valkey without persistence. The server listens on a TCP port or, with ``port=None``, only on a Unix socket."""
 
     name = "valkey"
 

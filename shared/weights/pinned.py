@@ -64,7 +64,8 @@ class CopyStream(Protocol):
         words of ``target``, modulo 2^64, into ``total``, int64 []."""
 
     def record(self) -> CopyEvent:
-        """Return an event after all work that was queued so far."""
+        """Record an event in the queue behind all work that was queued so far, and return the event without waiting for
+        it."""
 
 
 class CudaCopyStream:

@@ -108,12 +108,14 @@ class LiveJobs:
         return self._jobs.get(job)
 
     def was_over(self, job: str, time: float) -> bool:
-        """Return True if a job had ended by ``time`` (Unix seconds): no leader decides on items that arrived later."""
+        """Return True if a job had ended by ``time`` (Unix seconds). No leader decides on an item that arrives after
+        the end of its job."""
         known = self._jobs.get(job)
         return known is not None and known.finished_at is not None and time >= known.finished_at
 
     def of_mark(self, mark: int) -> str | None:
-        """Return the id of the job whose ids end in ``mark``, running or finished, or None."""
+        """Return the id of the online job, running or finished, whose interactions and episodes have ids that end in
+        ``mark``. Return None if there is no such job."""
         job = self._marks.get(mark)
         return job.id if job is not None else None
 

@@ -79,7 +79,8 @@ class UserDataLineage:
 
     @property
     def needed(self) -> frozenset[str]:
-        """Items in ``others`` whose group a trainer may still request."""
+        """Ids of other users' feedback (in ``others``) that must still be kept: a trainer may yet request the group
+        that was built from it."""
         return frozenset(name for ordinal in self._requestable() for name in self._bodies.get(ordinal, ()))
 
     def _requestable(self) -> set[int]:

@@ -168,7 +168,8 @@ class EffectPublisher:
         return count
 
     async def copy_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
-        """Copy messages to DEAD but do not delete them, because a coordinator of another version may read them.
+        """Copy messages to DEAD but do not delete them, because a coordinator of another version may be able to read
+        them.
 
         Returns the messages that had no copy before: a later leader reads the same messages, but copies none again.
         Waits while the bus is away.

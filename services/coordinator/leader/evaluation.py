@@ -185,8 +185,8 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Return True while the evaluation in progress lacks results and its deadline has not passed. When a batch
-        is ready meanwhile for the first time, store ``now``, the time from which the evaluation delays this batch.
+        """Return True while the evaluation in progress lacks results and its deadline has not passed. On the first call
+        at which a batch is ready, store ``now``: from then on, the evaluation delays this batch.
 
         ``batch_ready``: True if a batch could be sealed, were it not for this evaluation.
         """

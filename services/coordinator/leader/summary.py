@@ -136,10 +136,10 @@ def start_of(run: JobRun, inputs: Inputs) -> dict[str, Any]:
 
 
 def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
-    """Return what a trainer needs if it cannot read ``checkpoint``: the entries ``older`` and ``earlier``. ``older``
-    lists the checkpoints before it from which the trainer can repeat every later batch, newest first. ``earlier`` has
-    the rows of the batches that may have to be repeated: those after the oldest of these checkpoints, up to
-    ``checkpoint``."""
+    """Return the entries ``older`` and ``earlier``, which a trainer needs if it cannot read ``checkpoint``. ``older``
+    lists earlier checkpoints, newest first; after loading any of them, the trainer can repeat all later batches.
+    ``earlier`` has the rows of the batches that it may have to repeat in addition: all batches after the oldest
+    checkpoint in ``older``, up to the batch of ``checkpoint``."""
     if checkpoint is None:
         return {}
     found: list[Checkpointed] = []

@@ -243,8 +243,9 @@ def branch_ends(parents: Sequence[int]) -> set[int]:
 
 
 def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
-    """Return a weight (share) for each part of an episode. If the value of each part is multiplied by its share, the
-    sum over all parts equals the mean, over the branches, of the sum of values along a branch.
+    """Return a weight, the share, for each part of an episode. The parts form a tree; a branch is a path from its root
+    to a leaf. If the value of each part is multiplied by its share, the sum over all parts is the average branch total,
+    where the total of a branch is the sum of the values of its parts.
 
     A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
     ``lengths`` (tokens of each part) a branch is the mean over its tokens instead of their sum: the share is ``sum over

@@ -173,7 +173,7 @@ class OwnerShares:
         return True
 
     def block(self, trajectories: Sequence[Owners]) -> None:
-        """From now on, refuse all trajectories of each owner whose share ``trajectories`` would exceed."""
+        """If ``trajectories`` would exceed the share of an owner, refuse all further trajectories of this owner."""
         for place, (most, taken) in enumerate(self._bounds):
             new = Counter(name for owners in trajectories for name in owners[place])
             taken.update({name: math.ceil(most) for name, count in new.items() if taken[name] + count > most})

@@ -168,7 +168,8 @@ def turn_of(
 
 
 def empty_group(job: str, draw: Draw, *, epoch: int, reason: str) -> Group:
-    """Build a group without completions for a draw that cannot be trained on; the gate drops it for ``reason``."""
+    """Build a group without completions for a draw that cannot be trained on. When the group arrives, the leader drops
+    the draw for ``reason``."""
     empty = np.zeros(0, np.int32)
     return Group(
         job=job, draw=draw, attempt=f"live-{draw}", epoch=epoch, prompt_ids=empty, token_ids=empty,

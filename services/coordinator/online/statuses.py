@@ -200,8 +200,8 @@ def _status_name(status: str) -> StatusName:
 
 
 def quarantine_rejections(state: LedgerState) -> dict[str, float]:
-    """Return, for each item that the quarantine rejected, the time of the rejection. A sender may have revised the item
-    later."""
+    """Return, for each item that the quarantine rejected, the time of the rejection. The quarantine ignores revisions
+    that were received up to then, and judges later ones anew."""
     found = [one for block in state.decided for one in block.feedback if is_quarantine_rejection(one)]
     return {name: one.time for one in sorted(found, key=lambda one: one.time) for name in one.ids.unpack()}
 
@@ -226,8 +226,8 @@ class UnrecordedDecisions:
         return item in self._feedback
 
     def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
-        """Collect the final statuses in ``statuses``. Return, for each item, its newest status, or None in place of a
-        final status."""
+        """Collect the final statuses in ``statuses``. Return a dict that maps each item to its newest status, or to
+        None if this status is final. Final statuses of late revisions are collected, too, but left out of the dict."""
         others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
             if status.revision:

@@ -181,7 +181,9 @@ class Draft:
     # -- drops -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Drop groups and draws that cannot be trained: bad, stale, past their deadline or too far ahead.
+        """Drop each draw whose data was deleted, or whose group cannot be trained (bad, stale, or sampled from wrong
+        weights). Drop a draw without a group if its deadline has passed, or if no worker can start on it before the
+        next batch is trained.
 
         The remaining groups, which a batch may take, are then in ``acceptable``.
         """

@@ -160,7 +160,8 @@ class Health:
         return [row[name] for _, row in newest if name in row]
 
     def _count(self, name: str) -> float:
-        """Return the sum of the metric ``name``, a count, over the last ``WINDOW`` updates and the time after them."""
+        """Return the sum of the metric ``name``, a count, over the last ``WINDOW`` updates, plus the count since the
+        newest of these updates."""
         return sum(self._window(name)) + self.recent.get(name, 0.0)
 
     def _has_settled(self, values: Sequence[float], least: int = SETTLED) -> bool:

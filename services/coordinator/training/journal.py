@@ -191,8 +191,8 @@ class Journal:
         return seq
 
     async def _resolve(self, data: bytes) -> Message | None:
-        """Return the ledger entry after ``last_seq`` if this writer appended it, or None if the ledger has no such
-        entry.
+        """Return the ledger entry directly after ``last_seq`` if this writer appended it, or None if there is no entry
+        after ``last_seq``.
 
         Raises:
             Fenced: another writer appended that entry.

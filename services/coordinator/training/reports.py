@@ -198,8 +198,8 @@ def _forked(run: RunFacts, report: Report, inputs: Inputs) -> list[Event]:
 
 
 def _reason_of_fork(run: RunFacts, report: Report) -> str:
-    """Return the reason for a fork: the trainer's reason, or a text about deletions if users' deletions removed all
-    groups that the trainer lacks.
+    """Return the reason for a fork. If deletions of users' data removed every group that the trainer misses, the reason
+    is a text about these deletions; else it is the reason that the trainer gives.
 
     Before a deletion removes groups of a trained batch, it waits for a later checkpoint. If a trainer lacks the groups,
     that checkpoint became unreadable, or was never written.

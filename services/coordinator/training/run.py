@@ -219,8 +219,8 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """Return the verdict on a group whose draw awaits no group: DUPLICATE, or ACCEPT for a group of a batch that a
-        new leader reads again."""
+        """Return the verdict on a group whose draw awaits no group: DUPLICATE, or ACCEPT if a batch contains this very
+        group, as happens when a new leader reads stored groups again."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet

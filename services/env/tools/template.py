@@ -160,8 +160,8 @@ class _Forker:
         return self
 
     async def fork(self) -> ToolProcess:
-        """Fork a child. Raises ToolError on failure; if the forking process has died, ``alive`` is already False
-        then."""
+        """Fork a child. Raises ToolError on failure. If the cause is the death of the forking process, ``alive`` is
+        already False when the error is raised."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)

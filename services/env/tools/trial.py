@@ -61,8 +61,8 @@ def _function(config: FunctionTool) -> Function:
 
 
 def _class(config: MethodTool) -> dict[str, Any]:
-    """Return ``{path: class}``. Raises ToolError if the class or the method does not accept the arguments of an
-    episode."""
+    """Return ``{path: class}``. Raises ToolError if the class cannot be called with ``seed`` and ``row``, or if the
+    method does not accept the arguments that the tool's schema declares."""
     found = load_classes([config])
     made, name = found[config.path], config.method or config.name
     check_call(made, f"the class '{shown_name(config.path)}'", "seed, row", ToolError, seed=0, row={})

@@ -53,8 +53,8 @@ def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
 
 
 def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer) -> GroupScorer:
-    """Import the module of a group scorer and open it. Importing all modules would double the start time of
-    processes."""
+    """Open a group scorer. Only the module of its own type is imported, and only here, because importing the modules of
+    all types would double the start time of processes."""
     if isinstance(config, RewardModelScorer):
         from penstock.services.reward.scorers.reward_model import RewardModel
 

@@ -135,8 +135,8 @@ def equal_values(found: Any, wanted: Any) -> bool:
 
 
 def builtins_tested(statements: Sequence[str]) -> list[str]:
-    """Return ``[name]`` if the only name that ``statements`` use, and do not define, is that of a builtin. They then
-    test a function that the program itself defines under this name. Else return [].
+    """Return ``[name]`` if ``statements`` use exactly one name that they do not define, not counting exceptions, and
+    Python has a builtin of this name. The statements then test the program's own function of this name. Else return [].
 
     ``assert sum(10, 15) == 6`` tests the program's ``sum``, because the statement uses nothing else of the program. If
     statements use other names, their builtins stay Python's: otherwise a program could replace ``all``.

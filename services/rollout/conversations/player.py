@@ -206,8 +206,8 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """Return a copy of ``prompt`` that has the text and token ids of the environment's own prompt, if the environment
-    began the episodes with one. Else return ``prompt`` itself.
+    """Return the prompt of a group of episodes. If the environment began the episodes with its own prompt, return a
+    copy of ``prompt`` with the text and token ids of that one. Else return ``prompt`` itself.
 
     The trajectories of a group share one prompt: that of the first episode that got one. Mark each episode that got
     another prompt as failed.

@@ -200,8 +200,8 @@ class Lanes:
         return episode is not None and episode.noise is not None
 
     def _mark(self, lanes: Rows, times: NDArray[np.int64], label: Label) -> None:
-        """Record that the weights ``label`` decide from the decisions ``times`` on. Skip lanes whose previous decision
-        came from the same weights."""
+        """Record which weights make the decisions of ``lanes``: from index ``times[i]`` on, lane ``lanes[i]`` uses the
+        weights with the label ``label``. Skip lanes whose previous decision came from the same weights."""
         if self._label != label:
             self._label, self._num_labels = label, self._num_labels + 1
         fresh = np.flatnonzero(self._label_numbers_B[lanes] != self._num_labels)

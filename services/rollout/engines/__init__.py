@@ -82,8 +82,8 @@ def open_job_engine(
 
 
 async def start_engine(engine: Engine, rollout: AnyRollout) -> None:
-    """Start the engine of a job. While an engine of a user's class starts, this worker builds no other model: the
-    engine may build its own one then, and concurrent builds would disturb each other.
+    """Start the engine of a job. While an engine of a user's class starts, this worker builds no other model: such an
+    engine may build a model of its own, and concurrent builds would disturb each other.
 
     Raises:
         ConfigError: the engine does not support this model on this machine.

@@ -66,7 +66,8 @@ class Reader:
         return ReadReply(prompt_ids=prompt_ids, token_ids=token_ids, prompt=prompt, text=text)
 
     def _answer(self, message: dict[str, Any]) -> list[int] | None:
-        """Return the tokens that the policy would sample for a message; None if they do not decode to the same text."""
+        """Return the tokens of a message, as if the policy had sampled it. Return None if they do not decode to the
+        same text."""
         text = answer_text(message)
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         decoded = self._tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -47,8 +47,8 @@ class Need:
 
     @property
     def is_engine(self) -> bool:
-        """True if the package is a rollout engine. One worker that has the engine is enough for the job, whereas every
-        process of the service needs any other package."""
+        """True if the package is a rollout engine. For an engine, one worker that has the package is enough. Any other
+        package must be installed for every worker of the service."""
         return self.package in ENVIRONMENT_OF
 
 

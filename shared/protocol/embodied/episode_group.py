@@ -31,7 +31,7 @@ KIND = "EpisodeGroup"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodeGroup:
-    """The G episodes of one draw; all begin from the same reset id.
+    """The G episodes of one draw. All begin from the same initial state, that of ``reset_id``.
 
     Attributes:
         draw: the draw for which a worker played the episodes; ``attempt`` is a random id for each time that it did.

@@ -128,8 +128,8 @@ class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracking(msgspec.Struct, frozen=True, array_like=True):
-    """Amounts that a batch adds to the tracked mean rewards, which serve as baselines. Only the amounts are recorded,
-    because an earlier batch may still be refused, which changes the means.
+    """Amounts that a batch adds to the tracked mean rewards, which serve as baselines. An event records these amounts,
+    not the resulting means, because the means change if an earlier batch is refused later.
 
     ``rewards`` has ``(sum of rewards, count)`` by kind of prompt. ``keep`` is the decay that is first applied to the
     accumulated rewards of these kinds. See algorithms.baseline.

@@ -290,8 +290,8 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A status of an interaction, which may get several. Statuses from its admission on have an ``ordinal``, and the
-    newest of them counts. If no status has an ``ordinal``, the oldest status counts."""
+    """One of the statuses that an interaction gets over time. Each status from the admission on has an ``ordinal``, and
+    the newest of these counts. If no status has an ``ordinal``, the oldest status counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]

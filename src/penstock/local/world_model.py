@@ -297,7 +297,8 @@ def _train(
 
 
 def _forward(layers: list[Any], x_KBF: Any) -> Any:
-    """Return the predictions [K, B, outputs] of K members for inputs [K, B, features], or [1, B, features] for all."""
+    """Return the predictions [K, B, outputs] of K members for inputs [K, B, features], or for inputs [1, B, features]
+    that all members share."""
     from torch.nn import functional
 
     for i in range(0, len(layers), 2):

@@ -200,8 +200,8 @@ def _immutable(keys: list[str]) -> HttpProblem:
 
 
 def _check_match(if_match: str, record: JobRecord) -> None:
-    """Raise HttpProblem 412 if ``If-Match`` is sent without a tag of the current job file. A tag stays valid until the
-    job file changes."""
+    """Raise HttpProblem 412 if the header ``If-Match`` has ETags, but none of them belongs to the current job file. An
+    ETag stays valid until the job file changes."""
     if not if_match or if_match.strip() == "*":
         return
     tags = [tag.strip().strip('"') for tag in if_match.split(",")]

@@ -1,4 +1,5 @@
-"""HTTP response of a completion: one JSON object, or a stream of events; ends when the client disconnects."""
+"""HTTP response of a completion: one JSON object, or a stream of events. If the client disconnects, the answer is
+cancelled, unless a retry of the same request could still fetch the answer."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class CompletionReply(Response):
         self._new: Sequence[Chunk] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answer, and cancel it if the client disconnects."""
+        """Send the answer. If the client disconnects, cancel the answer, unless a retry of the same request could still
+        fetch it."""
         work = asyncio.create_task(self._stream(send) if self._answer.request.stream else self._whole(scope, send))
         gone = asyncio.create_task(_gone(receive))
         try:

@@ -424,8 +424,8 @@ class Batch(RowBatch):
         self._move(moved, moved)
 
     def _move(self, moved: Sequence[tuple[int, int]], cached: Sequence[tuple[int, int]]) -> None:
-        """Move the data of rows, given pairs (source row, target row): recorded experts by the pairs ``moved``, keys
-        and values by the pairs ``cached``."""
+        """Move the data of rows. ``moved`` and ``cached`` are pairs (source row, target row): recorded experts move as
+        ``moved`` says, cached keys and values as ``cached`` says."""
         if cached:
             source_M, target_M = torch.tensor(cached, device=self._device).T
             own_M = self._rows.length_R[target_M] - self._rows.shared_R[target_M]

@@ -369,7 +369,8 @@ def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str
 
 
 def _widen(model: PreTrainedModel, *, all_of_it: bool) -> None:
-    """Convert to float32 all parameters that the job trains at any time, and let them require gradients.
+    """Convert to float32 all parameters that the job trains in some phase (warm start or policy updates), and let them
+    require gradients from the start.
 
     ``all_of_it``: convert every parameter, because a warm start trains the base weights too; else only the adapter.
     """

@@ -52,8 +52,8 @@ class PackedCausalAttention(nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """Return the attention outputs of this context-parallel rank's tokens, [P / C, H, d]. Query, key and value have
-        the same shape, but key and value have fewer heads (P: tokens with padding, C: context-parallel ranks)."""
+        """Return the attention outputs of this context-parallel rank's tokens, [P / C, H, d] (P: tokens with padding,
+        C: context-parallel ranks). The query has this shape too; key and value may have fewer heads."""
         sequences, length = packed_seq_params, packed_seq_params.num_tokens
         assert sequences.blocks is not None and sequences.rope is not None
         q, k, v = (self._tokens_for_heads(x)[:length] for x in (query, key, value))
