@@ -34,8 +34,8 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
 
 
 def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
-    """Decay the sums in ``tracked`` and add ``sums``, the reward sums of a batch (from ``sums_of``); return only the
-    sums that changed.
+    """For each bucket of ``sums``, the reward sums of a batch (from ``sums_of``), decay the sum in ``tracked`` and add
+    the new one. Return the updated sums; those of other buckets are left out.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
     policy gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep ·

@@ -139,8 +139,8 @@ class EpisodePolicy(nn.Module, ABC):
         return self._act(self.features(observations), noise_NCA)
 
     def evaluate(self, observations: Mapping[str, Tensor], actions_NCA: Tensor) -> Evaluation:
-        """Return the log-probs and entropy of ``actions_NCA``, which ``act`` of this or another policy version
-        sampled."""
+        """Return the log-probs and entropy of ``actions_NCA``. This or another version of the policy sampled them, by
+        ``act``."""
         return self._evaluate(self.features(observations), actions_NCA)
 
     def facts(self) -> dict[str, float]:

@@ -221,7 +221,7 @@ class HostCopies:
         )  # fmt: skip
 
     def _pool(self, manifest: WeightManifest, on_piece: Callable[[], None]) -> SlotPool:
-        """Return the pool of the job's slots, including those of other processes. There is one pool per layout size."""
+        """Return the pool of the job's slots of this layout size, including slots that other processes made."""
         key = f"{manifest.job} {manifest.layout.nbytes}"
         if key not in self._pools:
             self._pools[key] = SlotPool(

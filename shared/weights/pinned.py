@@ -80,9 +80,9 @@ class CudaCopyStream:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def empty(self, sizes: Sequence[int]) -> list[Tensor]:
-        """See ``CopyStream``. The memory is allocated on the computing stream, because that stream reads it last. torch
-        reuses freed memory at once on the stream that allocated it: memory of the copying stream could be overwritten
-        while the computing stream still reads weights in it."""
+        """See ``CopyStream``. The memory is allocated on the computing stream, which reads it last. If the copying
+        stream allocated it, torch could give it to the next copy as soon as it is freed, while the computing stream
+        still reads it."""
         found = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         return found

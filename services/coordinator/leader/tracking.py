@@ -37,7 +37,7 @@ class Tracking:
         self._moved = asyncio.Event()
 
     async def follow(self) -> None:
-        """Write every row from the first one on, each tracker in its own thread.
+        """Write all rows, from the first one on, to each tracker. Each tracker has its own thread.
 
         On cancellation, return at once; the threads still write the rows that they have.
         """

@@ -378,7 +378,7 @@ class Matching:
             self.unmatched.add(item.target, moved)
 
     def _detach(self, name: str) -> None:
-        """Remove an undecided item from everything that holds it, such as the feedback on its target."""
+        """Remove an undecided item from each collection that holds it, such as that of feedback on its target."""
         item = self._undecided.remove(name)
         if item is None:
             return
@@ -421,7 +421,7 @@ class Matching:
         return [*self._close_feedback(name, "retracted", f"by {item.id}", now), *statuses]
 
     def _changed_without_facts(self, version: int, now: float) -> set[str]:
-        """Return episodes to settle again although no data came: the policy, time or a user's consent changed."""
+        """Return episodes to settle again without new data: after a new policy version, a due time, or an opt-out."""
         low, high = sorted((self._swept_version, version))
         found = {name for at, names in self._by_version.items() if low < at <= high for name in names}
         found = (found | self._settled_between_sweeps) & self.episodes.keys()

@@ -191,7 +191,7 @@ class LiveSource:
 
     @property
     def refuses(self) -> bool:
-        """True if ``refusal`` can return a reason, because a user's deletion covers an admitted draw."""
+        """True if a user's deletion covers an admitted draw. If not, ``refusal`` returns '' for every draw."""
         return bool(self.erased)
 
     def refusal(self, draw: Draw) -> str:

@@ -226,8 +226,8 @@ class UnrecordedDecisions:
         return item in self._feedback
 
     def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
-        """Collect the final statuses in ``statuses``. Return a dict that maps each item to its newest status, or to
-        None if this status is final. Final statuses of late revisions are collected, too, but left out of the dict."""
+        """Take the final statuses of ``statuses`` into this collection. Return the items that changed: each with its
+        newest open status, or None if it is final now. A late revision is taken too, and does not change its item."""
         others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
             if status.revision:

@@ -20,7 +20,7 @@ __all__ = ["InitialModel", "initial_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialModel:
-    """Initial model on the CPU, in eval mode, with its training settings.
+    """Initial model, on the CPU and in eval mode, and the settings with which it will be trained.
 
     Attributes:
         model: the policy, with its adapter if it has one, or the critic.

@@ -70,7 +70,8 @@ class Drawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag=True):
-    """``draws`` end without training. With ``redraw``, each of their ordinals gets a new draw in the same decision."""
+    """``draws`` end without training. With ``redraw``, the same decision makes a new draw for the ordinal of each, its
+    place in the order of the prompts."""
 
     draws: list[Draw]
     reason: str

@@ -119,8 +119,8 @@ class RateLimiter:
             raise HttpProblem(429, "token_rate_limited", detail, headers=found.headers())
 
     async def take_tokens(self, owner: str, number: int) -> Allowance | None:
-        """Count ``number`` tokens of an answer, but no more than ``owner`` has left; return the allowance, or None if
-        there is no limit."""
+        """Charge ``owner`` for ``number`` tokens of an answer, at most for those left to it. Return what was granted
+        and what is left, or None if there is no limit."""
         if self._tokens is None or number < 1:
             return None
         return await self._count("tokens", self._tokens, ("tokens", owner), number)

@@ -140,8 +140,8 @@ def together(parts: Sequence[Part]) -> Attend:
 
 
 def computing(prefix: Prefix, cache: KVCache, row: int, room: int) -> Part | None:
-    """Build the part that computes the next tokens of a shared prefix, at most ``room`` tokens. The part has no
-    rows; ``row`` is the first row that needs the prefix.
+    """Build the part that prefills the next tokens of a shared prefix, at most ``room`` tokens. It samples for no row;
+    ``row`` is the first row that waits for the prefix.
 
     Returns None if the prefix has to wait for the next pass.
     """
