@@ -28,6 +28,7 @@ _POLL_S = 0.5
 _LEASH = (
     "import ctypes, os, signal, sys\n"
     "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"  # PR_SET_PDEATHSIG, which holds after exec
+    "os.setpgid(0, 0)\n"  # its own group, in the worker's session: Linux may let a busy session starve other ones
     "os.getppid() == int(sys.argv[1]) or sys.exit('the rollout worker is gone')\n"
     "os.execv(sys.argv[2], sys.argv[2:])\n"
 )
@@ -99,7 +100,6 @@ class EngineServer:
             process = await asyncio.create_subprocess_exec(
                 str(python), "-c", _LEASH, str(os.getpid()), *command,
                 stdin=asyncio.subprocess.DEVNULL, stdout=2, env={**inherited, "PATH": path, **environment},
-                process_group=0,  # no session of its own: Linux may let a busy session starve those of this process
             )  # fmt: skip
         except OSError as error:
             reason = error.strerror or error
